@@ -1,0 +1,7 @@
+"""Strategies for ``model.fit``: subclasses of TensorFlow's, drop-in by name and arguments."""
+
+if __name__ != "tfdist.strategies":
+    raise ImportError(
+        f"This folder is the package tfdist.strategies, but was imported as {__name__!r}. "
+        "Install tfdist (`pip install .`) and `import tfdist`."
+    )
