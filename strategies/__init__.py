@@ -5,3 +5,8 @@ if __name__ != "tfdist.strategies":
         f"This folder is the package tfdist.strategies, but was imported as {__name__!r}. "
         "Install tfdist (`pip install .`) and `import tfdist`."
     )
+
+from tfdist.strategies.mirrored import MirroredStrategy
+from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
+
+__all__ = ["MirroredStrategy", "MultiWorkerMirroredStrategy"]

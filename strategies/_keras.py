@@ -1,0 +1,723 @@
+"""The only module that knows the inside of Keras.
+
+:func:`install` replaces the functions of Keras listed here by ones that act differently for
+models, optimizers and losses under a strategy of tfdist, and call the original for all others.
+Each replacement names the parameters that the original must have. When Keras changes one of them,
+``install`` fails and says so, before anything trains wrongly.
+"""
+
+import contextlib
+import functools
+import inspect
+import os
+import random
+import tempfile
+import threading
+import types
+import warnings
+
+import keras
+import tensorflow as tf
+from keras.src import tree
+from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import optimizer as tf_optimizer
+from keras.src.backend.tensorflow import trainer as tf_trainer
+from keras.src.losses import loss as loss_module
+from keras.src.optimizers import base_optimizer, loss_scale_optimizer
+from keras.src.random import seed_generator
+from keras.src.saving import saving_api
+from keras.src.trainers import epoch_iterator
+from keras.src.trainers.data_adapters import array_data_adapter, array_slicing
+from tensorflow.python.distribute import values as distribute_values
+
+from tfdist.strategies import _functions, _input
+from tfdist.strategies._agreement import digest
+from tfdist.strategies._saving import write_once
+from tfdist.strategies._step import current_step
+
+KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
+OLDEST_KERAS = (3, 8)
+
+_replacements = []
+
+
+def _replaces(owner, name, parameters):
+    """Registers ``make(stock) -> function`` as the replacement of ``owner.name``."""
+
+    def register(make):
+        _replacements.append((owner, name, parameters, make))
+        return make
+
+    return register
+
+
+def install():
+    """Installs the replacements; safe to call again.
+
+    Raises:
+        RuntimeError: this Keras is not one that tfdist knows, or does not run on TensorFlow.
+    """
+    if keras.backend.backend() != "tensorflow":
+        raise RuntimeError(
+            "tfdist trains Keras models on TensorFlow, but Keras runs on "
+            f"{keras.backend.backend()!r}. Set the environment variable KERAS_BACKEND=tensorflow "
+            "before keras is imported."
+        )
+    if KERAS_VERSION < OLDEST_KERAS:
+        raise RuntimeError(
+            f"tfdist needs Keras 3.8 or newer, found {keras.__version__}. "
+            "Run: pip install --upgrade keras"
+        )
+    if hasattr(tf_trainer.TensorFlowTrainer.fit, "_tfdist_stock"):
+        return
+    check_seam()
+    for owner, name, _, make in _replacements:
+        stock = getattr(owner, name)
+        replacement = functools.wraps(stock)(make(stock))
+        replacement._tfdist_stock = stock
+        setattr(owner, name, replacement)
+    # The trainer tracks a loss weighted by rows; see _unscale_tracked_loss.
+    tf_trainer.loss_module = types.SimpleNamespace(
+        unscale_loss_for_distribution=_unscale_tracked_loss,
+        scale_loss_for_distribution=lambda v: loss_module.scale_loss_for_distribution(v),
+    )
+
+
+def check_seam():
+    """Checks that Keras has every function that tfdist replaces, with known parameters.
+
+    Raises:
+        RuntimeError: names each function that is missing or has other parameters.
+    """
+    problems = []
+    for owner, name, expected, _ in _replacements:
+        where = f"{owner.__name__}.{name}"
+        function = getattr(owner, name, None)
+        if function is None:
+            problems.append(f"{where} is missing")
+            continue
+        found = list(inspect.signature(function).parameters)
+        if found[: len(expected)] != expected:
+            problems.append(f"{where} has the parameters {found}, expected {expected}")
+    if problems:
+        raise RuntimeError(
+            f"tfdist does not know this Keras ({keras.__version__}): " + "; ".join(problems) + ". "
+            "Install a Keras that tfdist was tried with (see its README), or a newer tfdist."
+        )
+
+
+def _strategy_of(strategy):
+    """``strategy`` where it is one of tfdist's, else None."""
+    return strategy if hasattr(strategy, "board") else None
+
+
+def _replica_strategy():
+    """The strategy of tfdist in whose replica context this thread is, else None."""
+    replica = tf.distribute.get_replica_context()
+    return None if replica is None else _strategy_of(replica.strategy)
+
+
+# ------------------------------------------------------------------------------ variables
+
+
+def variable_role(kwargs):
+    """Classifies a variable that is being made by the keyword arguments of its creation.
+
+    Returns:
+        "optimizer counter": the optimizer's iterations or learning rate;
+        "metric state": sums that each replica keeps and that are added when read;
+        "layer state": non-trainable floats that a layer updates from the rows it sees;
+        None: anything else.
+    """
+    name = str(kwargs.get("name") or "").split("/")[-1]
+    aggregation = kwargs.get("aggregation") or tf.VariableAggregation.NONE
+    automatic = kwargs.get("synchronization") in (None, tf.VariableSynchronization.AUTO)
+    if aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA:
+        is_counter = name in ("iteration", "iterations", "learning_rate")
+        return "optimizer counter" if is_counter else None
+    if not automatic:
+        return None
+    if aggregation == tf.VariableAggregation.SUM and KERAS_VERSION < (3, 10):
+        return "metric state"
+    is_state = (
+        aggregation == tf.VariableAggregation.NONE
+        and kwargs.get("trainable") is False
+        and kwargs.get("colocate_with") is None
+        and tf.as_dtype(kwargs.get("dtype") or tf.float32).is_floating
+    )
+    return "layer state" if is_state and _is_made_by_a_layer() else None
+
+
+def _is_made_by_a_layer():
+    scopes = global_state.get_global_attribute("name_scope_stack") or []
+    callers = [scope.caller for scope in scopes if scope.caller is not None]
+    return bool(callers) and isinstance(callers[-1], keras.Layer)
+
+
+@_replaces(seed_generator.SeedGenerator, "next", ["self", "ordered"])
+def _seeds_of_their_own(stock):
+    def next(self, ordered=True):
+        seed = stock(self, ordered=ordered)
+        strategy = _replica_strategy()
+        if strategy is None or strategy.num_replicas_in_sync == 1:
+            return seed
+        # Replica 0 draws what one process draws; the others draw something else.
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        offset = tf.stack([tf.cast(replica, seed.dtype) * 1_000_003, tf.zeros([], seed.dtype)])
+        return seed + offset
+
+    return next
+
+
+# --------------------------------------------------------------------------------- losses
+
+
+@_replaces(loss_module, "scale_loss_for_distribution", ["value"])
+def _scale_by_rows(stock):
+    def scale_loss_for_distribution(value):
+        step = current_step()
+        return stock(value) if step is None else step.scale(value)
+
+    return scale_loss_for_distribution
+
+
+def _unscale_tracked_loss(value):
+    """For the trainer, which weights a replica's loss by its rows when it tracks it.
+
+    (``CompileLoss`` tracks the loss of each output unweighted, for which Keras' own function,
+    that multiplies by the number of replicas, is right: the replicas' values then average to the
+    loss of the global batch.)
+    """
+    step = current_step()
+    if step is None:
+        return loss_module.unscale_loss_for_distribution(value)
+    return step.unscale(value)
+
+
+@_replaces(loss_module, "reduce_values", ["values", "sample_weight", "reduction"])
+def _normalise_by_all_weights(stock):
+    def reduce_values(values, sample_weight=None, reduction="sum_over_batch_size"):
+        step = current_step()
+        weighted = reduction == "mean_with_sample_weight" and sample_weight is not None
+        if step is None or not weighted or tuple(values.shape) == ():
+            return stock(values, sample_weight=sample_weight, reduction=reduction)
+        (weight,) = step.sum([tf.reduce_sum(tf.cast(sample_weight, tf.float32))])
+        return tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(weight, values.dtype))
+
+    return reduce_values
+
+
+@_replaces(loss_module, "apply_mask", ["sample_weight", "mask", "dtype", "reduction"])
+def _normalise_by_all_unmasked(stock):
+    def apply_mask(sample_weight, mask, dtype, reduction):
+        step = current_step()
+        if step is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
+            return stock(sample_weight, mask, dtype, reduction)
+        # Stock makes unmasked entries weigh total / valid. Both are counted over all replicas.
+        is_valid = tf.cast(mask, tf.bool)
+        total, valid = step.sum(
+            [
+                tf.cast(tf.size(is_valid), tf.float32),
+                tf.reduce_sum(tf.cast(is_valid, tf.float32)),
+            ]
+        )
+        weight = tf.cast(tf.math.divide_no_nan(total, valid), dtype)
+        float_mask = tf.where(is_valid, weight, tf.zeros([], dtype))
+        if sample_weight is None:
+            return float_mask
+        float_mask, sample_weight = loss_module.squeeze_or_expand_to_same_rank(
+            float_mask, tf.cast(sample_weight, dtype)
+        )
+        return sample_weight * float_mask
+
+    return apply_mask
+
+
+# ------------------------------------------------------------------------------ gradients
+
+
+# In each replica's thread: the optimizers (by id) whose gradients at hand are sums already, and
+# for how long: for the next update, or as long as the enclosing optimizer holds them.
+_exchanged = threading.local()
+
+
+def _marks():
+    if not hasattr(_exchanged, "marks"):
+        _exchanged.marks = {}
+    return _exchanged.marks
+
+
+@_replaces(tf_optimizer.TFOptimizer, "_all_reduce_sum_gradients", ["self", "grads_and_vars"])
+def _exchange_once(stock):
+    def _all_reduce_sum_gradients(self, grads_and_vars):
+        grads_and_vars = list(grads_and_vars)
+        strategy = _replica_strategy()
+        if strategy is None:
+            return stock(self, grads_and_vars)
+        mark = _marks().get(id(self))
+        if mark == "next update":
+            del _marks()[id(self)]
+        if mark is not None:
+            return grads_and_vars
+        tf_optimizer.filter_empty_gradients(grads_and_vars)  # warns, or raises if all are None
+        gradients = _exchange(strategy, [g for g, _ in grads_and_vars])
+        return [(g, v) for g, (_, v) in zip(gradients, grads_and_vars, strict=True)]
+
+    return _all_reduce_sum_gradients
+
+
+@_replaces(base_optimizer.BaseOptimizer, "_clip_gradients", ["self", "grads"])
+def _clip_after_exchange(stock):
+    def _clip_gradients(self, grads):
+        strategy = _replica_strategy()
+        clips = any(c and c > 0 for c in (self.clipnorm, self.global_clipnorm, self.clipvalue))
+        if strategy is not None and clips and id(self) not in _marks():
+            grads = _exchange(strategy, grads)
+            _marks()[id(self)] = "next update"
+        return stock(self, grads)
+
+    return _clip_gradients
+
+
+@_replaces(
+    loss_scale_optimizer.LossScaleOptimizer, "apply", ["self", "grads", "trainable_variables"]
+)
+def _exchange_before_looking(stock):
+    def apply(self, grads, trainable_variables=None):
+        strategy = _replica_strategy()
+        if strategy is None or len(grads) == 0:
+            return stock(self, grads, trainable_variables)
+        # A sum is finite only where every replica's gradient is, so all replicas take the same
+        # branch; and no collective is left inside of it.
+        inner = id(self.inner_optimizer)
+        _marks()[inner] = "held"
+        try:
+            return stock(self, _exchange(strategy, grads), trainable_variables)
+        finally:
+            del _marks()[inner]
+
+    return apply
+
+
+def _exchange(strategy, gradients):
+    present = [i for i, g in enumerate(gradients) if g is not None]
+    sums = strategy.extended.exchange_gradients([gradients[i] for i in present])
+    result = list(gradients)
+    for i, total in zip(present, sums, strict=True):
+        result[i] = total
+    return result
+
+
+# -------------------------------------------------------------------------------- trainer
+
+_Trainer = tf_trainer.TensorFlowTrainer
+
+
+@_replaces(_Trainer, "_make_function", ["self", "step_function"])
+def _make_training_function(stock):
+    def _make_function(self, step_function):
+        strategy = _strategy_of(self.distribute_strategy)
+        if strategy is None:
+            return stock(self, step_function)
+        return _functions.training_function(
+            strategy,
+            step_function,
+            steps_per_execution=self.steps_per_execution,
+            run_eagerly=self.run_eagerly,
+            jit_compile=_may_compile(self, strategy),
+        )
+
+    return _make_function
+
+
+@_replaces(_Trainer, "make_predict_function", ["self", "force"])
+def _make_predict_function(stock):
+    def make_predict_function(self, force=False):
+        strategy = _strategy_of(self.distribute_strategy)
+        if strategy is None:
+            return stock(self, force)
+        if self.predict_function is None or force:
+            self.predict_function = _functions.predict_function(
+                strategy,
+                self.predict_step,
+                run_eagerly=self.run_eagerly,
+                jit_compile=_may_compile(self, strategy),
+            )
+        return self.predict_function
+
+    return make_predict_function
+
+
+def _may_compile(trainer, strategy):
+    if not trainer.jit_compile or trainer.run_eagerly:
+        return False
+    if strategy.num_replicas_in_sync > 1:
+        raise ValueError(
+            "compile: jit_compile=True cannot be honoured under "
+            f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas: the step "
+            "holds the all-reduce of the gradients, which XLA cannot compile on these devices. "
+            "Use jit_compile='auto' or False, or put @tf.function(jit_compile=True) on the part "
+            "of the model that profits."
+        )
+    return True
+
+
+@_replaces(_Trainer, "_maybe_symbolic_build", ["self", "iterator", "data_batch"])
+def _build_from_spec(stock):
+    def _maybe_symbolic_build(self, iterator=None, data_batch=None):
+        source = getattr(iterator, "_distributed_dataset", None)
+        if isinstance(source, _input.StepInput):
+            # The specification is enough: no data is read, so a generator loses nothing.
+            iterator = None
+            data_batch = tf.nest.map_structure(
+                _none_if_absent, source.element_spec, expand_composites=False
+            )
+        return stock(self, iterator=iterator, data_batch=data_batch)
+
+    return _maybe_symbolic_build
+
+
+def _none_if_absent(spec):
+    return spec if hasattr(spec, "shape") and hasattr(spec, "dtype") else None
+
+
+_SAME_IN_FIT = (
+    "batch_size",
+    "epochs",
+    "initial_epoch",
+    "steps_per_epoch",
+    "validation_split",
+    "validation_steps",
+    "validation_batch_size",
+    "validation_freq",
+    "shuffle",
+    "class_weight",
+)
+
+
+@_replaces(_Trainer, "fit", ["self", "x", "y", "batch_size", "epochs", "verbose", "callbacks"])
+def _fit_together(stock):
+    signature = inspect.signature(stock)
+
+    def fit(self, *args, **kwargs):
+        strategy = _strategy_of(self.distribute_strategy)
+        board = None if strategy is None else strategy.board
+        if board is None:
+            return stock(self, *args, **kwargs)
+        call = signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        arguments = call.arguments
+        settings = {name: repr(arguments[name]) for name in _SAME_IN_FIT if name in arguments}
+        settings["validation_data"] = arguments["validation_data"] is not None
+        settings["steps_per_execution"] = int(self.steps_per_execution)
+        board.require_same("fit", settings)
+        arguments["verbose"] = _quiet_but_for_chief(arguments["verbose"], board)
+        together = Together(strategy, board)
+        callbacks = arguments["callbacks"]
+        if isinstance(callbacks, keras.callbacks.CallbackList):
+            callbacks.append(together)
+            members = callbacks.callbacks
+        else:
+            members = [*tf.nest.flatten(callbacks or []), together]
+            arguments["callbacks"] = members
+        with contextlib.ExitStack() as undo:
+            if board.rank != 0:
+                _write_nothing(members, undo)
+            return stock(*call.args, **call.kwargs)
+
+    return fit
+
+
+def _quiet(stock):
+    signature = inspect.signature(stock)
+
+    def quiet(self, *args, **kwargs):
+        strategy = _strategy_of(self.distribute_strategy)
+        board = None if strategy is None else strategy.board
+        if board is None:
+            return stock(self, *args, **kwargs)
+        call = signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        call.arguments["verbose"] = _quiet_but_for_chief(call.arguments["verbose"], board)
+        return stock(*call.args, **call.kwargs)
+
+    return quiet
+
+
+_replaces(_Trainer, "evaluate", ["self", "x", "y", "batch_size", "verbose"])(_quiet)
+_replaces(_Trainer, "predict", ["self", "x", "batch_size", "verbose"])(_quiet)
+
+
+def _quiet_but_for_chief(verbose, board):
+    return 0 if verbose == "auto" and board.rank != 0 else verbose
+
+
+# ---------------------------------------------------------------------------------- input
+
+
+@_replaces(tf_trainer.TFEpochIterator, "__init__", ["self", "distribute_strategy"])
+def _feed_replicas(stock):
+    def __init__(self, distribute_strategy=None, *args, **kwargs):
+        strategy = _strategy_of(distribute_strategy)
+        if strategy is None:
+            return stock(self, distribute_strategy, *args, **kwargs)
+        board = strategy.board
+        seed = None
+        if board is not None and kwargs.get("shuffle"):
+            # Drawn by all, so that their generators stay in step; the chief's counts.
+            seed = board.from_chief("shuffle seed", random.randrange(2**31))
+            if isinstance(kwargs.get("x"), keras.utils.PyDataset):
+                kwargs.update(x=_ShuffledPyDataset(kwargs["x"], seed), shuffle=False)
+        epoch_iterator.EpochIterator.__init__(self, *args, **kwargs)
+        self._distribute_strategy = strategy
+        adapter = self.data_adapter
+        is_array = isinstance(adapter, array_data_adapter.ArrayDataAdapter)
+        if is_array and board is not None:
+            board.require_same("input", {"rows": adapter._num_samples})
+        if is_array and seed is not None:
+            dataset = _shuffled_arrays(adapter, seed)
+        else:
+            dataset = adapter.get_tf_dataset()
+        source = _input.distribute(strategy, dataset, board=board, same_stream=is_array)
+        self._distributed_dataset = source
+        if source.num_steps != adapter.num_batches:
+            self.data_adapter = _WithLength(adapter, source.num_steps)
+            self._num_batches = source.num_steps
+
+    return __init__
+
+
+class _WithLength:
+    """A data adapter with another number of batches."""
+
+    def __init__(self, adapter, num_batches):
+        self._adapter = adapter
+        self.num_batches = num_batches
+
+    def __getattr__(self, name):
+        return getattr(self._adapter, name)
+
+
+def _shuffled_arrays(adapter, seed):
+    """Batches of Keras' arrays in an order that is the same on all workers.
+
+    Every iteration has another order. (Keras' own dataset draws the order from the process'
+    generator, or, once that is seeded, draws the same one in each epoch.)
+    """
+    num_rows, batch_size = adapter._num_samples, adapter._batch_size
+    inputs = tree.lists_to_tuples(
+        array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
+    )
+
+    def order(epoch_seed):
+        rows = tf.range(num_rows, dtype=tf.int64)
+        if adapter._shuffle != "batch":
+            rows = tf.random.experimental.stateless_shuffle(rows, [seed, epoch_seed])
+        return tf.data.Dataset.from_tensor_slices(rows)
+
+    def take(batch):
+        row_numbers, arrays = batch
+
+        def take_from(array):
+            if isinstance(array, array_slicing.TensorflowSparseWrapper):
+                return array_slicing.slice_tensorflow_sparse_wrapper(array, row_numbers)
+            if isinstance(array, list | tuple | dict):
+                return None
+            return tf.gather(array, row_numbers, axis=0) if tf.is_tensor(array) else array
+
+        return tree.traverse(take_from, arrays)
+
+    seeds = tf.data.Dataset.random(seed, rerandomize_each_iteration=True).take(1)
+    batches = seeds.flat_map(order).batch(batch_size)
+    if adapter._shuffle == "batch":
+        draws = tf.data.Dataset.random(seed + 1, rerandomize_each_iteration=True)
+        batches = tf.data.Dataset.zip(batches, draws).map(
+            lambda rows, draw: tf.random.experimental.stateless_shuffle(rows, [seed, draw])
+        )
+    whole = tf.data.Dataset.from_tensors(inputs).repeat()
+    batches = tf.data.Dataset.zip(batches, whole).map(
+        lambda *batch: take(batch), num_parallel_calls=tf.data.AUTOTUNE
+    )
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False
+    num_batches = -(-num_rows // batch_size)
+    return batches.apply(tf.data.experimental.assert_cardinality(num_batches)).with_options(options)
+
+
+class _ShuffledPyDataset(keras.utils.PyDataset):
+    """The batches of a PyDataset in an order that is the same on all workers."""
+
+    def __init__(self, inner, seed):
+        super().__init__(
+            workers=inner.workers,
+            use_multiprocessing=inner.use_multiprocessing,
+            max_queue_size=inner.max_queue_size,
+        )
+        self._inner = inner
+        self._random = random.Random(seed)
+        self._order = None
+        self._reorder()
+
+    @property
+    def num_batches(self):
+        return self._inner.num_batches
+
+    def __len__(self):
+        return len(self._inner)
+
+    def __getitem__(self, index):
+        return self._inner[index if self._order is None else self._order[index]]
+
+    def on_epoch_begin(self):
+        self._inner.on_epoch_begin()
+
+    def on_epoch_end(self):
+        self._inner.on_epoch_end()
+        self._reorder()
+
+    def _reorder(self):
+        if self.num_batches is not None:
+            self._order = list(range(self.num_batches))
+            self._random.shuffle(self._order)
+
+
+# ------------------------------------------------------------------------------ callbacks
+
+
+class Together(keras.callbacks.Callback):
+    """Keeps the workers of one ``fit`` together: same start, same stop, same learning rate.
+
+    Comes after the user's callbacks, so that it sees what they decided. A stop that every worker
+    asks for at the same step (the usual case, since all have the same logs) takes effect at once;
+    one that only some ask for takes effect on all at the end of the epoch.
+    """
+
+    _PATIENCE_SECONDS = 5.0
+
+    def __init__(self, strategy, board):
+        super().__init__()
+        self._strategy = strategy
+        self._board = board
+        self._wants_to_stop = False
+        self._epoch = 0
+        self._num_fits = board.next_number("fit")
+
+    def on_train_begin(self, logs=None):
+        start = self.model._initial_epoch
+        chief_start = self._board.from_chief("initial epoch", start)
+        if start != chief_start:
+            warnings.warn(
+                f"This worker would resume at epoch {start}, the chief resumes at {chief_start}. "
+                "The chief's backup decides.",
+                stacklevel=2,
+            )
+            self.model._initial_epoch = chief_start
+        variables = self._variables()
+        digests = self._board.gather("weights", digest(v.numpy() for v in variables))
+        if len(set(digests)) > 1:
+            _take_from_chief(self._strategy, self._board, variables)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self._epoch = epoch
+        self._wants_to_stop = False
+        rate = getattr(self.model.optimizer, "learning_rate", None)
+        if not hasattr(rate, "assign"):
+            return  # a schedule, which depends on the step alone
+        chief_rate = self._board.from_chief("learning rate", float(rate.numpy()))
+        if chief_rate != float(rate.numpy()):
+            warnings.warn(
+                f"This worker set the learning rate to {float(rate.numpy())}, the chief to "
+                f"{chief_rate}. The chief's is used on all workers.",
+                stacklevel=2,
+            )
+            rate.assign(chief_rate)
+
+    def on_train_batch_end(self, batch, logs=None):
+        if not self.model.stop_training or self._wants_to_stop:
+            self.model.stop_training = False if self._wants_to_stop else self.model.stop_training
+            return
+        topic = f"stop/{self._num_fits}/{self._epoch}/{batch}"
+        if not self._board.unanimous(topic, self._PATIENCE_SECONDS):
+            self._wants_to_stop = True
+            self.model.stop_training = False
+
+    def on_epoch_end(self, epoch, logs=None):
+        wishes = self._board.gather(
+            "stop", bool(self._wants_to_stop or self.model.stop_training)
+        )
+        self.model.stop_training = any(wishes)
+
+    def on_train_end(self, logs=None):
+        # Files that the chief's callbacks wrote are complete when fit returns on any worker.
+        self._board.barrier("end of fit")
+
+    def _variables(self):
+        model, optimizer = self.model, self.model.optimizer
+        variables = [*model.variables, *(optimizer.variables if optimizer else ())]
+        unique = {id(v.value): v.value for v in variables}
+        return [
+            v
+            for v in unique.values()
+            if not isinstance(v, distribute_values.SyncOnReadVariable)
+        ]
+
+
+def _take_from_chief(strategy, board, variables):
+    """Overwrites variables on all workers by the chief's values."""
+    for variable in variables:
+        value = tf.convert_to_tensor(variable)
+        wide = tf.float64 if value.dtype.is_floating else tf.int64
+        mine = tf.cast(value, wide) * tf.cast(board.rank == 0, wide)
+        variable.assign(tf.cast(strategy.reduce("SUM", mine, axis=None), value.dtype))
+
+
+def _write_nothing(callbacks, undo):
+    """On workers other than the chief, lets the callbacks that write files write none.
+
+    ``ModelCheckpoint`` goes through ``model.save``, which knows by itself.
+    """
+
+    def override(owner, name, value):
+        had, old = name in vars(owner), getattr(owner, name)
+        setattr(owner, name, value)
+        undo.callback(setattr, owner, name, old) if had else undo.callback(delattr, owner, name)
+
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.CSVLogger):
+            override(callback, "filename", os.devnull)
+        elif isinstance(callback, keras.callbacks.TensorBoard):
+            folder = undo.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            override(callback, "log_dir", folder)
+        elif isinstance(callback, keras.callbacks.BackupAndRestore):
+            override(callback, "_save_model", lambda: None)
+            override(callback, "on_train_end", lambda logs=None: None)
+
+
+# --------------------------------------------------------------------------------- saving
+
+
+def _saves_once(stock):
+    signature = inspect.signature(stock)
+
+    def save(*args, **kwargs):
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        model, path = call.args[0], call.arguments["filepath"]
+        strategy = _strategy_of(getattr(model, "distribute_strategy", None))
+        overwrite = call.arguments.get("overwrite", True)
+        is_sharded = str(path).endswith(".json")
+        if strategy is None or is_sharded or (not overwrite and os.path.exists(path)):
+            return stock(*args, **kwargs)
+
+        def write(beside):
+            call.arguments["filepath"] = beside
+            return stock(*call.args, **call.kwargs)
+
+        return write_once(strategy.board, path, write)
+
+    return save
+
+
+_replaces(saving_api, "save_model", ["model", "filepath", "overwrite"])(_saves_once)
+_replaces(saving_api, "save_weights", ["model", "filepath", "overwrite"])(_saves_once)
+_replaces(keras.Model, "export", ["self", "filepath"])(_saves_once)

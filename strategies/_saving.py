@@ -1,0 +1,135 @@
+"""Files that every worker asks for are written once, by the chief, whole or not at all."""
+
+import contextlib
+import inspect
+import os
+import shutil
+from collections import Counter
+
+import tensorflow as tf
+from tensorflow.python.distribute import values
+
+_CHIEF_BEGINS_SECONDS = 10.0
+_CHIEF_WRITES_SECONDS = 3600.0
+_asked = Counter()  # how often this process asked for a path to be written
+
+
+def write_once(board, path, write):
+    """Writes the file or folder ``path`` once for all workers.
+
+    On the chief (or with one worker) calls ``write(path_beside)`` and renames what it wrote. The
+    others wait until it is there. So a chief that saves alone does not wait for anyone, and a
+    worker that saves alone, or to a path of its own, still gets its file, after a wait of
+    10 s for the chief to begin.
+
+    Args:
+        board: the workers' Board, or None.
+        path: where the file or folder shall be.
+        write: ``write(path)``, makes it.
+
+    Returns:
+        What ``write`` returned, None where another worker wrote.
+    """
+    path = os.fspath(path)
+    _asked[path] += 1
+    notice = f"saved/{os.path.abspath(path)}/{_asked[path]}"
+    if board is None:
+        return _write_atomically(path, write)
+    if board.rank == 0:
+        board.post(f"{notice}/begun")
+        result = _write_atomically(path, write)
+        board.post(f"{notice}/done")
+        return result
+    if board.wait_for(f"{notice}/begun", _CHIEF_BEGINS_SECONDS):
+        if not board.wait_for(f"{notice}/done", _CHIEF_WRITES_SECONDS):
+            raise TimeoutError(
+                f"The chief began to write {path} but did not finish within "
+                f"{_CHIEF_WRITES_SECONDS:.0f} s. Look at its disk and its log."
+            )
+        return None
+    return _write_atomically(path, write)
+
+
+def _write_atomically(path, write):
+    if "://" in path:
+        return write(path)  # object stores make a file visible when it is complete
+    folder, name = os.path.split(os.path.abspath(path))
+    beside = os.path.join(folder, f".{os.getpid()}.writing.{name}")
+    try:
+        result = write(beside)
+        if os.path.isdir(beside) and os.path.isdir(path):
+            aside = os.path.join(folder, f".{os.getpid()}.old.{name}")
+            os.rename(path, aside)
+            os.rename(beside, path)
+            shutil.rmtree(aside)
+        else:
+            os.replace(beside, path)
+    finally:
+        _remove(beside)
+    return result
+
+
+def _remove(path):
+    if os.path.isdir(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(path)
+
+
+# ---------------------------------------------------------------- tf.train.Checkpoint
+
+
+def install():
+    """Makes ``tf.train.Checkpoint`` write once under tfdist's strategies; safe to call again."""
+    stock = tf.train.Checkpoint.write
+    if hasattr(stock, "_tfdist_stock"):
+        return
+    parameters = list(inspect.signature(stock).parameters)
+    if parameters != ["self", "file_prefix", "options"]:
+        raise RuntimeError(
+            f"tfdist does not know tf.train.Checkpoint.write of TensorFlow {tf.__version__}: "
+            f"expected the parameters self, file_prefix and options, found {parameters}. "
+            "Install a TensorFlow that tfdist was tried with (see its README)."
+        )
+
+    def write(self, file_prefix, options=None):
+        board = _board_of(self)
+        if board is None:
+            return stock(self, file_prefix, options=options)
+        path = os.fspath(file_prefix)
+        _asked[path] += 1
+        notice = f"saved/{os.path.abspath(path)}/{_asked[path]}"
+        if board.rank == 0:
+            board.post(f"{notice}/begun")
+            written = stock(self, file_prefix, options=options)
+            board.post(f"{notice}/done")
+            return written
+        if board.wait_for(f"{notice}/begun", _CHIEF_BEGINS_SECONDS):
+            board.wait_for(f"{notice}/done", _CHIEF_WRITES_SECONDS)
+            return path
+        return stock(self, file_prefix, options=options)
+
+    write._tfdist_stock = stock
+    tf.train.Checkpoint.write = write
+
+
+def _board_of(trackable):
+    """The Board of the strategy whose variables ``trackable`` holds, None where there is none."""
+    seen = set()
+    pending = [trackable]
+    while pending:
+        node = pending.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        variable = getattr(node, "value", None) if not callable(node) else None
+        for candidate in (node, variable):
+            if isinstance(candidate, values.DistributedVariable):
+                board = getattr(candidate._distribute_strategy, "board", None)
+                if board is not None:
+                    return board
+        children = getattr(node, "_trackable_children", None)
+        if children is not None:
+            pending.extend(children().values())
+    return None

@@ -1,0 +1,130 @@
+"""What one replica knows about the step that it is tracing.
+
+Keras normalises a loss by what one replica sees. To give the weights that one process gives on
+the whole batch, the loss has to be normalised by what all replicas see. The step therefore
+carries the replica's share of the global batch, which the Keras seam uses wherever Keras would
+assume ``1 / num_replicas``.
+"""
+
+import contextlib
+import threading
+
+import tensorflow as tf
+from tensorflow.python.distribute import values
+
+_tracing = threading.local()  # replicas are traced in threads of their own
+
+
+class Step:
+    """One replica's view of one step, alive while the step is traced (or run eagerly).
+
+    Args:
+        strategy: the strategy that runs the step.
+        rows: scalar integer tensor, the rows of the global batch that this replica has.
+        total_rows: scalar integer tensor, the rows of the global batch.
+    """
+
+    def __init__(self, strategy, rows, total_rows):
+        self.strategy = strategy
+        self.rows = tf.cast(rows, tf.float32)
+        self.total_rows = tf.cast(total_rows, tf.float32)
+        # Replicas without rows have share 0; a batch without rows has no shares at all.
+        self.share = tf.math.divide_no_nan(self.rows, self.total_rows)
+        self.has_rows = self.rows > 0
+        self.touched = []  # StepAveragedVariables assigned in this step, in order
+
+    def sum(self, tensors):
+        """All-reduce: the list of float tensors summed over all replicas, in one collective."""
+        return packed_sum(self.strategy, tensors)
+
+    def scale(self, value):
+        """``value`` times this replica's share; 0 where the replica has no rows (never NaN)."""
+        scaled = value * tf.cast(self.share, value.dtype)
+        return tf.where(self.has_rows, scaled, tf.zeros_like(scaled))
+
+    def unscale(self, value):
+        """The inverse of :meth:`scale`; 0 where the replica has no rows."""
+        return tf.math.divide_no_nan(value, tf.cast(self.share, value.dtype))
+
+
+def current_step():
+    """The step being traced in this thread, or None outside of one."""
+    return getattr(_tracing, "step", None)
+
+
+@contextlib.contextmanager
+def tracing(step):
+    """Makes ``step`` the current one in this thread."""
+    outer = current_step()
+    _tracing.step = step
+    try:
+        yield step
+    finally:
+        _tracing.step = outer
+
+
+def packed_sum(strategy, tensors):
+    """Sums each float tensor over all replicas with one collective for the whole list.
+
+    Must be called in replica context. Returns tensors of the same shapes and dtypes.
+    """
+    if strategy.num_replicas_in_sync == 1 or not tensors:
+        return list(tensors)
+    flat = tf.concat([tf.reshape(tf.cast(t, tf.float32), [-1]) for t in tensors], 0)
+    context = tf.distribute.get_replica_context()
+    total = context.all_reduce(tf.distribute.ReduceOp.SUM, flat)
+    parts = tf.split(total, [tf.size(t) for t in tensors], num=len(tensors))
+    return [
+        tf.cast(tf.reshape(p, tf.shape(t)), t.dtype) for p, t in zip(parts, tensors, strict=True)
+    ]
+
+
+class StepAveragedVariable(values.MirroredVariable):
+    """State of a layer that each replica updates from its own rows, such as moving statistics.
+
+    In a step of ``fit`` a replica writes its own copy at once, and all copies are averaged at the
+    end of the step, weighted by rows, together with the logs in one collective. (TensorFlow would
+    make one collective per write; Keras asks for none, which leaves every replica with statistics
+    of its own.) The average of the copies equals the copy of the averages, since such updates are
+    linear in the batch's statistics.
+
+    Outside of a step of ``fit`` it is a mirrored variable with aggregation MEAN.
+    """
+
+    def _update_replica(self, update_fn, value, **kwargs):
+        step = current_step()
+        if step is None:
+            return super()._update_replica(update_fn, value, **kwargs)
+        if all(variable is not self for variable in step.touched):
+            step.touched.append(self)
+        return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+
+    def local_copy(self):
+        """This replica's own ``tf.Variable``."""
+        return self._get_on_device_or_primary()
+
+
+def finish(step, outputs):
+    """Ends a replica's step: averages logs and layer state over all replicas, in one collective.
+
+    Args:
+        step: the replica's :class:`Step`.
+        outputs: what the step function returned, a nest; float tensors in it are averaged.
+
+    Returns:
+        ``outputs``, the same on every replica.
+    """
+    flat = tf.nest.flatten(outputs, expand_composites=False)
+    logs = {i: v for i, v in enumerate(flat) if tf.is_tensor(v) and v.dtype.is_floating}
+    replicas = step.strategy.num_replicas_in_sync
+    copies = [variable.local_copy() for variable in step.touched]
+    summed = step.sum(
+        [v / tf.cast(replicas, v.dtype) for v in logs.values()]
+        + [step.scale(copy.read_value()) for copy in copies]
+    )
+    for i, value in zip(logs, summed, strict=False):
+        flat[i] = value
+    for copy, value in zip(copies, summed[len(logs) :], strict=True):
+        # A batch without a single row (which only a broken pipeline makes) leaves the state alone.
+        copy.assign(tf.where(step.total_rows > 0, value, copy.read_value()))
+    return tf.nest.pack_sequence_as(outputs, flat)

@@ -1,0 +1,181 @@
+"""Several machines, each with one or more devices."""
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import sys
+
+import keras
+import tensorflow as tf
+from tensorflow.python.distribute import (
+    collective_all_reduce_strategy,
+    distribute_lib,
+    multi_worker_util,
+)
+from tensorflow.python.eager import context
+
+from tfdist import __version__, cluster
+from tfdist.strategies._agreement import Board
+from tfdist.strategies._replicated import Replicated, ReplicatedExtended, refuse_compression
+
+_COLLECTIVE_TIMEOUT_SECONDS = 1800.0
+_AGREEMENT_TIMEOUT_SECONDS = 600.0
+_FAREWELL_SECONDS = 30.0
+
+
+class _MultiWorkerExtended(
+    ReplicatedExtended, collective_all_reduce_strategy.CollectiveAllReduceExtended
+):
+    def __init__(self, strategy, cluster_resolver, communication_options):
+        super().__init__(
+            strategy,
+            cluster_resolver=cluster_resolver,
+            communication_options=communication_options,
+        )
+        self._prepare_collectives()
+
+    def _initialize_local_devices(self, cluster_resolver, worker_device):
+        num_gpus = context.num_gpus()
+        kind, number = ("GPU", num_gpus) if num_gpus else ("CPU", _num_logical_cpus())
+        return tuple(f"{worker_device}/device:{kind}:{i}" for i in range(number)), kind
+
+    def _distribute_datasets_from_function(self, dataset_fn, options):
+        dataset = super()._distribute_datasets_from_function(dataset_fn, options)
+        if self._in_multi_worker_mode() and dataset._cardinality != tf.data.INFINITE_CARDINALITY:
+            # A worker knows only its own cardinality. With UNKNOWN, TensorFlow asks at each step
+            # whether any worker has data left, so that none ends alone.
+            dataset._cardinality = tf.data.UNKNOWN_CARDINALITY
+        return dataset
+
+
+def _num_logical_cpus():
+    (cpu, *_) = tf.config.list_physical_devices("CPU")
+    return max(1, len(tf.config.get_logical_device_configuration(cpu) or ()))
+
+
+class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredStrategy):
+    """Trains copies of the model on the devices of several workers, synchronously.
+
+    Drop-in for ``tf.distribute.MultiWorkerMirroredStrategy``. Under it ``model.fit`` gives the
+    weights that one process gives on the same global batch, and the same weights on all workers
+    bit for bit. Make it before any TensorFlow operation runs.
+
+    A worker uses all its GPUs; without any, its logical CPUs (one, unless configured by
+    ``tf.config.set_logical_device_configuration``). All workers must have the same number.
+
+    Args:
+        cluster_resolver: a ``tf.distribute.cluster_resolver.ClusterResolver``; by default the
+            cluster is found by :func:`tfdist.cluster.resolve` (``TF_CONFIG``, MPI, Slurm).
+        communication_options: a ``tf.distribute.experimental.CommunicationOptions``; by default
+            collectives give up after 1800 s.
+        compression: None; reserved for gradient compression.
+
+    Raises:
+        tfdist.cluster.ClusterError: the cluster is described wrongly, or the workers differ in
+            their versions of TensorFlow, Keras or tfdist.
+        tfdist.cluster.PeersUnreachable: workers did not answer in time; names them.
+        RuntimeError: TensorFlow was used before the strategy was made.
+    """
+
+    def __init__(self, cluster_resolver=None, communication_options=None, *, compression=None):
+        refuse_compression(compression)
+        self._set_collective_keys()
+        members = cluster.resolve() if cluster_resolver is None else _members(cluster_resolver)
+        cluster.require_no_ps(members, "MultiWorkerMirroredStrategy")
+        together = members.num_workers > 1 and members.task_type in ("chief", "worker")
+        if together:
+            _require_fresh_context()
+            cluster.rendezvous(members, payload=_versions())
+            _configure_coordination(members)
+        extended = _MultiWorkerExtended(
+            self,
+            cluster_resolver=_resolver(members if together else None),
+            communication_options=communication_options
+            or tf.distribute.experimental.CommunicationOptions(
+                timeout_seconds=_COLLECTIVE_TIMEOUT_SECONDS
+            ),
+        )
+        distribute_lib.Strategy.__init__(self, extended)
+        self.extended.board = None
+        if together:
+            board = Board(members.rank, _labels(members), _AGREEMENT_TIMEOUT_SECONDS)
+            self.extended.board = board
+            board.require_same(
+                "strategy", {"number of local devices": len(self.extended.worker_devices)}
+            )
+            _leave_together(board)
+
+
+def _members(resolver):
+    """The Cluster that a TensorFlow cluster resolver describes."""
+    jobs = resolver.cluster_spec().as_dict()
+    if not jobs:
+        return cluster.Cluster({}, "worker", 0, "cluster_resolver")
+    task = {"type": resolver.task_type, "index": resolver.task_id}
+    config = json.dumps({"cluster": jobs, "task": task})
+    return dataclasses.replace(cluster.resolve({"TF_CONFIG": config}), source="cluster_resolver")
+
+
+def _labels(members):
+    """The training tasks in the order of their ranks: ``["chief 0", "worker 0", ...]``."""
+    jobs = ("chief", "worker")
+    return [f"{job} {i}" for job in jobs for i in range(len(members.jobs.get(job, ())))]
+
+
+def _resolver(members):
+    if members is None:
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(tf.train.ClusterSpec({}))
+    jobs = {job: list(members.jobs[job]) for job in ("chief", "worker") if members.jobs.get(job)}
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        tf.train.ClusterSpec(jobs),
+        task_type=members.task_type,
+        task_id=members.task_index,
+        rpc_layer="grpc",
+    )
+
+
+def _versions():
+    return {"tfdist": __version__, "tensorflow": tf.__version__, "keras": keras.__version__}
+
+
+def _require_fresh_context():
+    if context.context()._context_handle is not None:
+        raise RuntimeError(
+            "MultiWorkerMirroredStrategy must be made before TensorFlow runs its first operation "
+            "(makes a tensor or a variable, lists logical devices, builds a model), because the "
+            "connections between workers are set up together with the devices. Move "
+            "`strategy = tfdist.MultiWorkerMirroredStrategy()` to the top of the program, right "
+            "after the imports."
+        )
+
+
+def _configure_coordination(members):
+    """TensorFlow's defaults would wait an hour for a worker that dies while it starts."""
+    spec = tf.train.ClusterSpec({job: list(a) for job, a in members.jobs.items()})
+    timeout_ms = int(members.startup_timeout_seconds * 1000)
+    context.context().configure_coordination_service(
+        service_type="standalone",
+        service_leader=multi_worker_util.coordination_leader(
+            multi_worker_util.normalize_cluster_spec(spec)
+        ),
+        cluster_register_timeout_in_ms=timeout_ms,
+        coordinated_jobs=[
+            context.coordination_config_pb2.CoordinatedJob(name=job, num_tasks=spec.num_tasks(job))
+            for job in ("chief", "worker")
+            if job in spec.jobs
+        ],
+    )
+
+
+def _leave_together(board):
+    """A process that ends right after its last collective would abort its peers' last one."""
+
+    def say_farewell():
+        if getattr(sys, "last_value", None) is not None or getattr(sys, "last_exc", None):
+            return  # ends by an error: the peers shall learn of it soon
+        board.wait_seconds = _FAREWELL_SECONDS
+        with contextlib.suppress(TimeoutError, tf.errors.OpError):
+            board.barrier("end of program")
+
+    atexit.register(say_farewell)

@@ -1,0 +1,286 @@
+"""Optimizers, precision, how steps are executed, and reductions of the loss."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from case_table import TWO, Table, X, Y, adam, by_name, cross_entropy, mlp, sgd, state, train
+from keras import layers, optimizers
+
+CASES = Table()
+
+
+def optimizer_case(name, make, topologies=TWO):
+    CASES.case(name=name, topologies=topologies)(lambda env: train(env, optimizer=make)[1])
+
+
+ALL = ("mirrored2", "2x1", "2x2", "3x1")
+ONE = ("2x1",)
+
+optimizer_case("sgd", sgd, ALL)
+optimizer_case("momentum", lambda: sgd(momentum=0.9, nesterov=True))
+optimizer_case("adam", adam, ALL)
+optimizer_case("adamw", lambda: optimizers.AdamW(0.01, weight_decay=0.1))
+optimizer_case("lion", lambda: optimizers.Lion(0.003))
+optimizer_case("clipnorm", lambda: sgd(clipnorm=0.05))
+optimizer_case("clipnorm_adam", lambda: adam(clipnorm=0.05), ONE)
+optimizer_case("global_clipnorm", lambda: sgd(global_clipnorm=0.05), ALL)
+optimizer_case("clipvalue", lambda: sgd(clipvalue=0.01))
+optimizer_case("ema", lambda: sgd(use_ema=True, ema_momentum=0.9))
+optimizer_case(
+    "ema_overwrite",
+    lambda: sgd(use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=5),
+    ("mirrored2", "2x1", "2x2"),
+)
+optimizer_case(
+    "accumulation", lambda: adam(gradient_accumulation_steps=4), ("mirrored2", "2x1", "2x2")
+)
+optimizer_case(
+    "accumulation_clipped", lambda: sgd(gradient_accumulation_steps=4, global_clipnorm=0.05)
+)
+optimizer_case("schedule", lambda: optimizers.SGD(optimizers.schedules.CosineDecay(0.2, 20)), ONE)
+for _name in ("RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Adafactor", "Lamb"):
+    optimizer_case(_name.lower(), lambda make=getattr(optimizers, _name): make(0.01), ONE)
+
+
+@CASES.case
+def accumulation_uneven(env):
+    """Windows of three batches, one of which has 11 rows, another 1."""
+    x = tf.data.Dataset.from_generator(
+        lambda: ((X[a:b], Y[a:b]) for a, b in zip(_CUTS[:-1], _CUTS[1:], strict=True)),
+        output_signature=(tf.TensorSpec((None, 8)), tf.TensorSpec((None,), tf.int32)),
+    )
+    return train(
+        env,
+        optimizer=lambda: sgd(gradient_accumulation_steps=3),
+        x=x,
+        y=None,
+        batch_size=None,
+        shuffle=None,
+    )[1]
+
+
+_CUTS = np.cumsum([0, 16, 11, 16, 16, 16, 1, 16, 16, 16, 15, 16, 16])
+
+
+def mixed(policy):
+    return lambda: keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(16, "tanh", dtype=keras.DTypePolicy(policy)),
+            layers.Dense(2, dtype="float32"),
+        ]
+    )
+
+
+@CASES.case(tolerance=2e-3)
+def mixed_float16(env):
+    """The step that ``compile`` makes for this policy, with the loss scale growing meanwhile."""
+
+    def scaled():
+        return optimizers.LossScaleOptimizer(sgd(), initial_scale=64.0, dynamic_growth_steps=8)
+
+    return train(env, mixed("mixed_float16"), scaled)[1]
+
+
+@CASES.case(tolerance=2e-2, topologies=TWO)
+def mixed_bfloat16(env):
+    return train(env, mixed("mixed_bfloat16"))[1]
+
+
+@CASES.case
+def overflow_on_one_replica(env):
+    """A row whose gradient is infinite in float32 too: this step is skipped on all replicas."""
+    x = X.copy()
+    x[5 * 16 + 1, 2] = np.inf  # in the sixth batch, in the first replica's share
+    x[9 * 16 + 15, 3] = np.inf  # in the tenth, in the last replica's
+
+    def scaled():
+        return optimizers.LossScaleOptimizer(sgd(), initial_scale=64.0)
+
+    _, arrays = train(env, optimizer=scaled, x=x, metrics=(), batch_logs=False)
+    del arrays["log/loss"]  # NaN, rightly
+    assert all(np.isfinite(v).all() for v in arrays.values())
+    return arrays
+
+
+@CASES.case
+def execution_3_steps(env):
+    """20 steps by 3: the last execution has two."""
+    model, arrays = train(env, compile_args={"steps_per_execution": 3}, epochs=2)
+    return arrays | by_name("eval", model.evaluate(X, Y, 16, verbose=0, return_dict=True))
+
+
+@CASES.case
+def execution_5_steps(env):
+    return train(env, optimizer=adam, compile_args={"steps_per_execution": 5})[1]
+
+
+@CASES.case(topologies=TWO)
+def execution_3_steps_clipped_accumulated(env):
+    return train(
+        env,
+        optimizer=lambda: sgd(global_clipnorm=0.05, gradient_accumulation_steps=2),
+        compile_args={"steps_per_execution": 3},
+        x=X[:311],
+        y=Y[:311],
+    )[1]
+
+
+@CASES.case(topologies=TWO)
+def eager(env):
+    model, arrays = train(env, compile_args={"run_eagerly": True}, x=X[:91], y=Y[:91])
+    return arrays | {"pred/y": model.predict(X[:37], verbose=0)}
+
+
+@CASES.case(topologies=TWO)
+def jit_auto(env):
+    return train(env, compile_args={"jit_compile": "auto"})[1]
+
+
+@CASES.case(topologies=ONE)
+def jit_off(env):
+    return train(env, compile_args={"jit_compile": False})[1]
+
+
+def works_or_names_jit_compile(workers):
+    for arrays in workers:
+        assert "w/equal" in arrays or "jit_compile" in str(arrays["refusal"])
+
+
+@CASES.case(topologies=TWO, compare=(), check=works_or_names_jit_compile)
+def jit_on(env):
+    """Works, or is refused before any collective with the option named."""
+    try:
+        train(env, compile_args={"jit_compile": True})
+    except (ValueError, NotImplementedError) as error:
+        return {"refusal": str(error)}
+    return {"w/equal": True}
+
+
+def loss_case(name, loss, topologies=TWO, **kwargs):
+    CASES.case(name=name, topologies=topologies)(lambda env: train(env, loss=loss, **kwargs)[1])
+
+
+_WEIGHTS = np.linspace(0.1, 2.0, 320).astype("float32")
+_WEIGHTS[::7] = 0.0
+_UNEVEN = {"x": X[:315], "y": Y[:315]}
+
+loss_case("reduction_sum", lambda: cross_entropy(reduction="sum"))
+loss_case("reduction_sum_uneven", lambda: cross_entropy(reduction="sum"), **_UNEVEN)
+loss_case("reduction_mean", lambda: cross_entropy(reduction="sum_over_batch_size"), **_UNEVEN)
+loss_case(
+    "reduction_weighted_mean",
+    lambda: cross_entropy(reduction="mean_with_sample_weight"),
+    ("mirrored2", "2x1", "2x2"),
+    sample_weight=_WEIGHTS,
+)
+loss_case("reduction_sum_weighted", lambda: cross_entropy(reduction="sum"), sample_weight=_WEIGHTS)
+loss_case(
+    "reduction_weighted_mean_unweighted",
+    lambda: cross_entropy(reduction="mean_with_sample_weight"),
+    ONE,
+)
+loss_case(
+    "loss_function",
+    lambda: lambda y, p: keras.ops.square(keras.ops.cast(y, "float32") - p[:, 0]),
+    ONE,
+    **_UNEVEN,
+)
+
+
+@CASES.case(topologies=TWO)
+def weights_all_zero_on_one_replica(env):
+    """The first half of each batch weighs nothing."""
+    weights = np.where(np.arange(320) % 16 < 8, 0.0, 1.5).astype("float32")
+
+    def loss():
+        return cross_entropy(reduction="mean_with_sample_weight")
+
+    return train(env, loss=loss, sample_weight=weights)[1]
+
+
+@CASES.case(topologies=TWO)
+def fit_twice_and_recompile(env):
+    """Training goes on where it stopped; a new compile with a frozen layer takes effect."""
+    model, first = train(env, optimizer=adam, x=X[:160], y=Y[:160])
+    model.fit(X[160:], Y[160:], batch_size=16, shuffle=False, verbose=0)
+    second = state(model)
+    with env.scope():
+        model.layers[0].trainable = False
+        model.compile(adam(), cross_entropy())
+    model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+    third = state(model)
+    return {
+        **first,
+        **{
+            key.replace("w/", "w/second ").replace("o/", "o/second "): v
+            for key, v in second.items()
+        },
+        **{key.replace("w/", "w/third ").replace("o/", "o/third "): v for key, v in third.items()},
+    }
+
+
+@CASES.case
+def on_batch(env):
+    """Each worker passes the same global batch; each replica trains on its share."""
+    with env.scope():
+        model = mlp()
+        model.compile(sgd(), cross_entropy(), metrics=["accuracy"], weighted_metrics=["accuracy"])
+    weights = np.linspace(0.5, 2, 320).astype("float32")
+    logs, tests, predictions = [], [], []
+    for start, size in [
+        (0, 16),
+        (16, 16),
+        (32, 5),
+        (37, 1),
+        (38, 16),
+        (54, 15),
+        (69, 16),
+        (85, 16),
+    ]:
+        rows = slice(start, start + size)
+        logs.append(model.train_on_batch(X[rows], Y[rows], sample_weight=weights[rows]))
+        tests.append(model.test_on_batch(X[rows], Y[rows]))
+        predictions.append(model.predict_on_batch(X[rows]))
+    named = model.train_on_batch(X[:16], Y[:16], class_weight={0: 1.0, 1: 3.0}, return_dict=True)
+    return {
+        **state(model),
+        **by_name("log", named),
+        "log/train": np.array(logs),
+        "log/test": np.array(tests),
+        "pred/y": np.concatenate(predictions),
+    }
+
+
+@CASES.case
+def custom_loop(env):
+    """A hand-written loop over a distributed dataset, as TensorFlow's guide has it."""
+    dataset = tf.data.Dataset.from_tensor_slices((X[:315], Y[:315])).batch(16)
+    with env.scope():
+        model, optimizer = mlp(), adam()
+        accuracy = keras.metrics.SparseCategoricalAccuracy()
+        optimizer.build(model.trainable_variables)
+    per_row = cross_entropy(reduction="none")
+
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            loss = tf.reduce_sum(per_row(y, logits)) / 16
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        accuracy.update_state(y, logits)
+        return loss
+
+    @tf.function
+    def train_step(batch):
+        if env.strategy is None:
+            return step(*batch)
+        losses = env.strategy.run(step, args=batch)
+        return env.strategy.reduce("SUM", losses, axis=None)
+
+    if env.strategy is not None:
+        dataset = env.strategy.experimental_distribute_dataset(dataset)
+    losses = [float(train_step(batch)) for batch in dataset]
+    arrays = by_name("log", {"loss": losses, "accuracy": float(accuracy.result())})
+    model.optimizer = optimizer
+    return arrays | state(model)
