@@ -49,9 +49,7 @@ class Board:
         round_ = self._next_round(topic)
         key = f"tfdist/{topic}/{round_}"
         self._insert(f"{key}/{self.rank}", json.dumps(value))
-        values = [
-            json.loads(self._read(f"{key}/{rank}", topic, rank)) for rank in range(self.size)
-        ]
+        values = [json.loads(self._read(f"{key}/{rank}", topic, rank)) for rank in range(self.size)]
         # Everyone has read round n - 1 once everyone has posted in round n.
         self._forget(f"tfdist/{topic}/{round_ - 1}/{self.rank}")
         return values

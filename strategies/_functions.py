@@ -10,12 +10,16 @@ from tfdist.strategies import _input
 from tfdist.strategies._step import Step, finish, tracing
 
 
-def training_function(strategy, step_fn, *, steps_per_execution, run_eagerly, jit_compile):
+def training_function(
+    strategy, step_fn, *, metrics_behind, steps_per_execution, run_eagerly, jit_compile
+):
     """Makes the function behind ``fit`` or ``evaluate``.
 
     Args:
         strategy: the strategy that runs the steps.
         step_fn: ``step_fn(data) -> logs``, run by each replica on its rows.
+        metrics_behind: ``metrics_behind(logs)``, the :class:`~tfdist.strategies._step.MetricState`
+            whose results ``logs`` are, or None where they are something else.
         steps_per_execution: scalar int, the steps that one call runs at most.
         run_eagerly: whether to run op by op.
         jit_compile: whether to compile the replica's step (one replica only).
@@ -31,11 +35,18 @@ def training_function(strategy, step_fn, *, steps_per_execution, run_eagerly, ji
     @tf.autograph.experimental.do_not_convert
     def replica_step(data, total_rows):
         with tracing(Step(strategy, _input.rows_of(data), total_rows)) as step:
-            return finish(step, step_fn(data))
+            logs = step_fn(data)
+            return finish(step, logs, metrics_behind(logs))
 
+    @tf.autograph.experimental.do_not_convert
     def one_step(data, total_rows):
         outputs = strategy.run(replica_step, args=(data, total_rows))
         return _first_replica(strategy, outputs)
+
+    if not run_eagerly:
+        # A function of its own, which runs only when all its inputs are there: where the data
+        # has ended, not even those parts of a step run that do not look at the data.
+        one_step = tf.function(one_step, reduce_retracing=True)
 
     if run_eagerly:
 
@@ -43,7 +54,9 @@ def training_function(strategy, step_fn, *, steps_per_execution, run_eagerly, ji
             logs = None
             for _ in range(int(steps_per_execution)):
                 try:
-                    logs = one_step(*_input.next_step(strategy, iterator.distributed, iterator.kind))
+                    logs = one_step(
+                        *_input.next_step(strategy, iterator.distributed, iterator.kind)
+                    )
                 except tf.errors.OutOfRangeError:
                     break
             if logs is None:
@@ -93,10 +106,14 @@ def predict_function(strategy, step_fn, *, run_eagerly, jit_compile):
             return step_fn(data)
 
     @tf.autograph.experimental.do_not_convert
+    def on_data(data, total_rows):
+        return all_rows(strategy, strategy.run(replica_step, args=(data, total_rows)))
+
+    if not run_eagerly:
+        on_data = tf.function(on_data, reduce_retracing=True)
+
     def one_step(iterator, kind):
-        data, total_rows = _input.next_step(strategy, iterator, kind)
-        outputs = strategy.run(replica_step, args=(data, total_rows))
-        return all_rows(strategy, outputs)
+        return on_data(*_input.next_step(strategy, iterator, kind))
 
     by_kind = {}
 
@@ -202,6 +219,7 @@ def _many_steps(strategy, one_step, iterator, kind, steps_per_execution):
     def run(data, total_rows):
         logs = tf.experimental.Optional.from_value(one_step(data, total_rows))
         traced.append(logs.element_spec)
+        none._element_spec = logs.element_spec
         return logs
 
     def skip(logs):

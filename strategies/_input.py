@@ -34,6 +34,7 @@ class StepInput:
 
     def __init__(self, strategy, distributed, *, split, element_spec, num_steps, agree_on_end):
         self.strategy = strategy
+        self.before_epoch = None  # called before each iteration starts
         self.distributed = distributed
         self.split = split
         self.element_spec = element_spec
@@ -41,6 +42,8 @@ class StepInput:
         self.agree_on_end = agree_on_end
 
     def __iter__(self):
+        if self.before_epoch is not None:
+            self.before_epoch()
         return StepIterator(self, iter(self.distributed))
 
 
@@ -158,9 +161,7 @@ def next_step_as_optional(strategy, iterator, kind):
     split, agree_on_end = kind
     optionals = _optionals(iterator)
     if split and not agree_on_end:
-        value = input_lib._create_per_replica(
-            _local_values_or_empty(iterator, optionals), strategy
-        )
+        value = input_lib._create_per_replica(_local_values_or_empty(iterator, optionals), strategy)
         return optionals[0].has_value(), *value
     data, rows, num_with_data = _values_or_empty(strategy, iterator, optionals, split)
     if split:
@@ -314,15 +315,12 @@ def _warn_of_unseeded_shuffle(dataset):
 
 
 def _own(strategy, distributed, board):
-    cardinality = int(distributed.cardinality)
-    num_steps = cardinality if cardinality >= 0 else None
+    num_steps = _own_num_steps(strategy, distributed)
     if board is not None:
-        lengths = board.gather("own input", cardinality)
         # The epoch lasts until the last worker has run out of data.
-        num_steps = max(lengths) if min(lengths) >= 0 else None
-    spec = tf.nest.map_structure(
-        _one_replica, distributed.element_spec, expand_composites=False
-    )
+        everyone = board.gather("own input", num_steps)
+        num_steps = None if None in everyone else max(everyone)
+    spec = tf.nest.map_structure(_one_replica, distributed.element_spec, expand_composites=False)
     return StepInput(
         strategy,
         distributed,
@@ -331,6 +329,13 @@ def _own(strategy, distributed, board):
         num_steps=num_steps,
         agree_on_end=board is not None,
     )
+
+
+def _own_num_steps(strategy, distributed):
+    """Steps that this worker has data for; None where that is unknown or without end."""
+    worker_datasets = getattr(distributed, "_cloned_datasets", None) or distributed._datasets
+    cardinality = int(worker_datasets[0].cardinality())
+    return None if cardinality < 0 else -(-cardinality // len(strategy.extended.worker_devices))
 
 
 def _one_replica(spec):
@@ -346,9 +351,7 @@ def _optionals(iterator):
 
 
 def _local_values_or_empty(iterator, optionals):
-    return input_lib._get_value_or_dummy(
-        iterator._input_workers, [optionals], produce_dummy=True
-    )
+    return input_lib._get_value_or_dummy(iterator._input_workers, [optionals], produce_dummy=True)
 
 
 def _values_or_empty(strategy, iterator, optionals, split):

@@ -20,6 +20,7 @@ import keras
 import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common import global_state
+from keras.src.backend.common.symbolic_scope import SymbolicScope
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
@@ -29,11 +30,12 @@ from keras.src.saving import saving_api
 from keras.src.trainers import epoch_iterator
 from keras.src.trainers.data_adapters import array_data_adapter, array_slicing
 from tensorflow.python.distribute import values as distribute_values
+from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.strategies import _functions, _input
 from tfdist.strategies._agreement import digest
 from tfdist.strategies._saving import write_once
-from tfdist.strategies._step import current_step
+from tfdist.strategies._step import MetricState, current_step
 
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 OLDEST_KERAS = (3, 8)
@@ -76,9 +78,8 @@ def install():
         replacement = functools.wraps(stock)(make(stock))
         replacement._tfdist_stock = stock
         setattr(owner, name, replacement)
-    # The trainer tracks a loss weighted by rows; see _unscale_tracked_loss.
     tf_trainer.loss_module = types.SimpleNamespace(
-        unscale_loss_for_distribution=_unscale_tracked_loss,
+        unscale_loss_for_distribution=_unscale_weighted,
         scale_loss_for_distribution=lambda v: loss_module.scale_loss_for_distribution(v),
     )
 
@@ -172,26 +173,37 @@ def _seeds_of_their_own(stock):
 # --------------------------------------------------------------------------------- losses
 
 
+# A loss in a step is the replica's estimate of the global batch's loss (see _step.py), so it is
+# not divided by the number of replicas; its gradient is weighted by the replica's share instead.
+
+
 @_replaces(loss_module, "scale_loss_for_distribution", ["value"])
-def _scale_by_rows(stock):
+def _do_not_scale(stock):
     def scale_loss_for_distribution(value):
-        step = current_step()
-        return stock(value) if step is None else step.scale(value)
+        return stock(value) if current_step() is None else value
 
     return scale_loss_for_distribution
 
 
-def _unscale_tracked_loss(value):
-    """For the trainer, which weights a replica's loss by its rows when it tracks it.
+@_replaces(loss_module, "unscale_loss_for_distribution", ["value"])
+def _unscale_unweighted(stock):
+    def unscale_loss_for_distribution(value):
+        # CompileLoss tracks the loss of each output with weight 1 on every replica.
+        step = current_step()
+        if step is None:
+            return stock(value)
+        replicas = step.strategy.num_replicas_in_sync
+        return step.scale(value) * tf.cast(replicas, value.dtype)
 
-    (``CompileLoss`` tracks the loss of each output unweighted, for which Keras' own function,
-    that multiplies by the number of replicas, is right: the replicas' values then average to the
-    loss of the global batch.)
-    """
+    return unscale_loss_for_distribution
+
+
+def _unscale_weighted(value):
+    """For the trainer, which weights a replica's loss by its rows when it tracks it."""
     step = current_step()
     if step is None:
         return loss_module.unscale_loss_for_distribution(value)
-    return step.unscale(value)
+    return tf.where(step.has_rows, value, tf.zeros_like(value))
 
 
 @_replaces(loss_module, "reduce_values", ["values", "sample_weight", "reduction"])
@@ -199,10 +211,14 @@ def _normalise_by_all_weights(stock):
     def reduce_values(values, sample_weight=None, reduction="sum_over_batch_size"):
         step = current_step()
         weighted = reduction == "mean_with_sample_weight" and sample_weight is not None
-        if step is None or not weighted or tuple(values.shape) == ():
-            return stock(values, sample_weight=sample_weight, reduction=reduction)
+        is_reduced = tuple(values.shape) == ()
+        if step is None or is_reduced or not (weighted or reduction == "sum"):
+            return stock(values, sample_weight, reduction)
+        total = step.unscale(tf.reduce_sum(values))
+        if not weighted:
+            return total
         (weight,) = step.sum([tf.reduce_sum(tf.cast(sample_weight, tf.float32))])
-        return tf.math.divide_no_nan(tf.reduce_sum(values), tf.cast(weight, values.dtype))
+        return tf.math.divide_no_nan(total, tf.cast(weight, total.dtype))
 
     return reduce_values
 
@@ -289,14 +305,67 @@ def _exchange_before_looking(stock):
             return stock(self, grads, trainable_variables)
         # A sum is finite only where every replica's gradient is, so all replicas take the same
         # branch; and no collective is left inside of it.
+        variables = trainable_variables or self._trainable_variables
+        sums = _exchange(strategy, _weight_by_rows(self, grads, list(variables)))
         inner = id(self.inner_optimizer)
         _marks()[inner] = "held"
         try:
-            return stock(self, _exchange(strategy, grads), trainable_variables)
+            return stock(self, sums, trainable_variables)
         finally:
             del _marks()[inner]
 
     return apply
+
+
+@_replaces(
+    base_optimizer.BaseOptimizer,
+    "_backend_apply_gradients",
+    ["self", "grads", "trainable_variables"],
+)
+def _apply_weighted(stock):
+    def _backend_apply_gradients(self, grads, trainable_variables):
+        if _replica_strategy() is not None and id(self) not in _marks():
+            grads = _weight_by_rows(self, grads, trainable_variables)
+        return stock(self, grads, trainable_variables)
+
+    return _backend_apply_gradients
+
+
+def _weight_by_rows(optimizer, gradients, variables):
+    """Gradients of this replica's part of the global loss, with the variables' static shapes."""
+    step = current_step()
+    is_weighted = step is None or id(optimizer) in step.weighted
+    if step is not None:
+        step.weighted.discard(id(optimizer))
+
+    def weight(gradient, variable):
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            if is_weighted:
+                return gradient
+            scaled = gradient.values * tf.cast(step.share, gradient.dtype)
+            return tf.IndexedSlices(scaled, gradient.indices, gradient.dense_shape)
+        gradient = tf.ensure_shape(gradient, variable.shape)
+        return gradient if is_weighted else gradient * tf.cast(step.share, gradient.dtype)
+
+    return [weight(g, v) for g, v in zip(gradients, variables, strict=True)]
+
+
+def _weights_loss(stock):
+    def scale_loss(self, loss):
+        step = current_step()
+        if step is not None and _replica_strategy() is not None:
+            # Costs nothing, where weighting the gradients would go through all of them.
+            step.weighted.add(id(self))
+            loss = step.scale(loss)
+        return stock(self, loss)
+
+    return scale_loss
+
+
+_replaces(base_optimizer.BaseOptimizer, "scale_loss", ["self", "loss"])(_weights_loss)
+_replaces(loss_scale_optimizer.LossScaleOptimizer, "scale_loss", ["self", "loss"])(_weights_loss)
 
 
 def _exchange(strategy, gradients):
@@ -322,6 +391,7 @@ def _make_training_function(stock):
         return _functions.training_function(
             strategy,
             step_function,
+            metrics_behind=functools.partial(_metrics_behind, self),
             steps_per_execution=self.steps_per_execution,
             run_eagerly=self.run_eagerly,
             jit_compile=_may_compile(self, strategy),
@@ -348,6 +418,25 @@ def _make_predict_function(stock):
     return make_predict_function
 
 
+def _metrics_behind(trainer, logs):
+    """The state of the trainer's metrics if ``logs`` are their results, else None.
+
+    By the same rule as Keras, which at the end of an epoch replaces such logs by the metrics'.
+    """
+    if not isinstance(logs, dict) or set(logs) != set(trainer.get_metrics_result()):
+        return None
+    variables = [v for metric in trainer.metrics for v in metric.variables]
+
+    def read():
+        return [tf.convert_to_tensor(v) for v in variables]
+
+    def results(values):
+        with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
+            return trainer.get_metrics_result()
+
+    return MetricState(read, results)
+
+
 def _may_compile(trainer, strategy):
     if not trainer.jit_compile or trainer.run_eagerly:
         return False
@@ -372,6 +461,9 @@ def _build_from_spec(stock):
             data_batch = tf.nest.map_structure(
                 _none_if_absent, source.element_spec, expand_composites=False
             )
+            specs = tf.nest.flatten(data_batch, expand_composites=False)
+            if any(isinstance(s, tf.RaggedTensorSpec | tf.SparseTensorSpec) for s in specs):
+                _build_by_tracing(self, source.element_spec)
         return stock(self, iterator=iterator, data_batch=data_batch)
 
     return _maybe_symbolic_build
@@ -379,6 +471,21 @@ def _build_from_spec(stock):
 
 def _none_if_absent(spec):
     return spec if hasattr(spec, "shape") and hasattr(spec, "dtype") else None
+
+
+def _build_by_tracing(trainer, element_spec):
+    """Builds model, metrics and losses for inputs of which Keras makes no symbolic tensors."""
+
+    def visit(data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred = trainer(x, training=False)
+        if trainer.compiled:
+            trainer.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            trainer._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight)
+
+    scope = trainer.distribute_strategy.scope()
+    with scope, keras.StatelessScope(), SymbolicScope():
+        tf.function(visit, autograph=False).get_concrete_function(element_spec)
 
 
 _SAME_IN_FIT = (
@@ -474,11 +581,16 @@ def _feed_replicas(stock):
         is_array = isinstance(adapter, array_data_adapter.ArrayDataAdapter)
         if is_array and board is not None:
             board.require_same("input", {"rows": adapter._num_samples})
-        if is_array and seed is not None:
-            dataset = _shuffled_arrays(adapter, seed)
+        is_shuffled_array = is_array and seed is not None
+        if is_shuffled_array:
+            # Not a tf.Variable, which would be mirrored where fit is called in the scope.
+            epoch = resource_variable_ops.ResourceVariable(-1, dtype=tf.int64, trainable=False)
+            dataset = _shuffled_arrays(adapter, seed, epoch)
         else:
             dataset = adapter.get_tf_dataset()
         source = _input.distribute(strategy, dataset, board=board, same_stream=is_array)
+        if is_shuffled_array:
+            source.before_epoch = lambda: epoch.assign_add(1)
         self._distributed_dataset = source
         if source.num_steps != adapter.num_batches:
             self.data_adapter = _WithLength(adapter, source.num_steps)
@@ -498,26 +610,32 @@ class _WithLength:
         return getattr(self._adapter, name)
 
 
-def _shuffled_arrays(adapter, seed):
+def _shuffled_arrays(adapter, seed, epoch):
     """Batches of Keras' arrays in an order that is the same on all workers.
 
-    Every iteration has another order. (Keras' own dataset draws the order from the process'
-    generator, or, once that is seeded, draws the same one in each epoch.)
+    (Keras' own dataset draws the order from the process' generator, or, once that is seeded,
+    draws the same one in each epoch.)
+
+    Args:
+        adapter: the data adapter of the arrays.
+        seed: int, the same on all workers.
+        epoch: scalar int64 variable; another value gives another order.
     """
     num_rows, batch_size = adapter._num_samples, adapter._batch_size
     inputs = tree.lists_to_tuples(
         array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
     )
 
-    def order(epoch_seed):
+    def order(_):
         rows = tf.range(num_rows, dtype=tf.int64)
         if adapter._shuffle != "batch":
-            rows = tf.random.experimental.stateless_shuffle(rows, [seed, epoch_seed])
+            rows = tf.random.experimental.stateless_shuffle(rows, [seed, epoch.read_value()])
         return tf.data.Dataset.from_tensor_slices(rows)
 
-    def take(batch):
-        row_numbers, arrays = batch
+    def order_within(number, rows):
+        return tf.random.experimental.stateless_shuffle(rows, [seed + number, epoch.read_value()])
 
+    def take(row_numbers, arrays):
         def take_from(array):
             if isinstance(array, array_slicing.TensorflowSparseWrapper):
                 return array_slicing.slice_tensorflow_sparse_wrapper(array, row_numbers)
@@ -527,17 +645,11 @@ def _shuffled_arrays(adapter, seed):
 
         return tree.traverse(take_from, arrays)
 
-    seeds = tf.data.Dataset.random(seed, rerandomize_each_iteration=True).take(1)
-    batches = seeds.flat_map(order).batch(batch_size)
+    batches = tf.data.Dataset.range(1).flat_map(order).batch(batch_size)
     if adapter._shuffle == "batch":
-        draws = tf.data.Dataset.random(seed + 1, rerandomize_each_iteration=True)
-        batches = tf.data.Dataset.zip(batches, draws).map(
-            lambda rows, draw: tf.random.experimental.stateless_shuffle(rows, [seed, draw])
-        )
+        batches = batches.enumerate().map(order_within)
     whole = tf.data.Dataset.from_tensors(inputs).repeat()
-    batches = tf.data.Dataset.zip(batches, whole).map(
-        lambda *batch: take(batch), num_parallel_calls=tf.data.AUTOTUNE
-    )
+    batches = tf.data.Dataset.zip(batches, whole).map(take, num_parallel_calls=tf.data.AUTOTUNE)
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False
     num_batches = -(-num_rows // batch_size)
@@ -642,9 +754,7 @@ class Together(keras.callbacks.Callback):
             self.model.stop_training = False
 
     def on_epoch_end(self, epoch, logs=None):
-        wishes = self._board.gather(
-            "stop", bool(self._wants_to_stop or self.model.stop_training)
-        )
+        wishes = self._board.gather("stop", bool(self._wants_to_stop or self.model.stop_training))
         self.model.stop_training = any(wishes)
 
     def on_train_end(self, logs=None):
@@ -656,9 +766,7 @@ class Together(keras.callbacks.Callback):
         variables = [*model.variables, *(optimizer.variables if optimizer else ())]
         unique = {id(v.value): v.value for v in variables}
         return [
-            v
-            for v in unique.values()
-            if not isinstance(v, distribute_values.SyncOnReadVariable)
+            v for v in unique.values() if not isinstance(v, distribute_values.SyncOnReadVariable)
         ]
 
 

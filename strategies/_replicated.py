@@ -118,9 +118,7 @@ class ReplicatedExtended:
         for i, value in zip(dense, reduced, strict=True):
             sums[i] = value
         if sparse:
-            reduced = replica.all_reduce(
-                tf.distribute.ReduceOp.SUM, [gradients[i] for i in sparse]
-            )
+            reduced = replica.all_reduce(tf.distribute.ReduceOp.SUM, [gradients[i] for i in sparse])
             for i, value in zip(sparse, reduced, strict=True):
                 sums[i] = value
         return sums
@@ -208,9 +206,7 @@ def _zero_without_rows(gradients, has_rows):
         return gradients if has_rows else [_zeros_like(g) for g in gradients]
     if tf.get_static_value(has_rows):
         return gradients
-    return tf.cond(
-        has_rows, lambda: list(gradients), lambda: [_zeros_like(g) for g in gradients]
-    )
+    return tf.cond(has_rows, lambda: list(gradients), lambda: [_zeros_like(g) for g in gradients])
 
 
 def _zeros_like(gradient):

@@ -1,13 +1,16 @@
 """What one replica knows about the step that it is tracing.
 
-Keras normalises a loss by what one replica sees. To give the weights that one process gives on
-the whole batch, the loss has to be normalised by what all replicas see. The step therefore
-carries the replica's share of the global batch, which the Keras seam uses wherever Keras would
-assume ``1 / num_replicas``.
+Inside of a step every loss is an estimate of the global batch's loss from the replica's rows:
+``sum over replicas of share * loss`` is the loss that one process computes, where ``share`` is the
+replica's part of the rows of the global batch. So a training step written for one process is right
+as it is, and its gradients are weighted by the share before they are summed. (TensorFlow's
+convention, loss / num_replicas, is right only where all replicas have the same number of rows.)
 """
 
 import contextlib
 import threading
+from collections.abc import Callable
+from typing import NamedTuple
 
 import tensorflow as tf
 from tensorflow.python.distribute import values
@@ -32,6 +35,7 @@ class Step:
         self.share = tf.math.divide_no_nan(self.rows, self.total_rows)
         self.has_rows = self.rows > 0
         self.touched = []  # StepAveragedVariables assigned in this step, in order
+        self.weighted = set()  # ids of the optimizers that weighted their loss by the share
 
     def sum(self, tensors):
         """All-reduce: the list of float tensors summed over all replicas, in one collective."""
@@ -104,27 +108,39 @@ class StepAveragedVariable(values.MirroredVariable):
         return self._get_on_device_or_primary()
 
 
-def finish(step, outputs):
-    """Ends a replica's step: averages logs and layer state over all replicas, in one collective.
+def finish(step, outputs, metrics=None):
+    """Ends a replica's step: reduces logs and layer state over all replicas, in one collective.
 
     Args:
         step: the replica's :class:`Step`.
-        outputs: what the step function returned, a nest; float tensors in it are averaged.
+        outputs: what the step function returned, a nest.
+        metrics: a :class:`MetricState` where ``outputs`` are the results of metrics; these are
+            then computed anew from the states of all replicas. Otherwise the float tensors in
+            ``outputs`` are averaged, weighted by rows.
 
     Returns:
         ``outputs``, the same on every replica.
     """
     flat = tf.nest.flatten(outputs, expand_composites=False)
-    logs = {i: v for i, v in enumerate(flat) if tf.is_tensor(v) and v.dtype.is_floating}
-    replicas = step.strategy.num_replicas_in_sync
+    if metrics is None:
+        averaged = [i for i, v in enumerate(flat) if tf.is_tensor(v) and v.dtype.is_floating]
+        logs = [step.scale(flat[i]) for i in averaged]
+    else:
+        logs = metrics.read()
     copies = [variable.local_copy() for variable in step.touched]
-    summed = step.sum(
-        [v / tf.cast(replicas, v.dtype) for v in logs.values()]
-        + [step.scale(copy.read_value()) for copy in copies]
-    )
-    for i, value in zip(logs, summed, strict=False):
-        flat[i] = value
+    summed = step.sum(logs + [step.scale(copy.read_value()) for copy in copies])
     for copy, value in zip(copies, summed[len(logs) :], strict=True):
         # A batch without a single row (which only a broken pipeline makes) leaves the state alone.
         copy.assign(tf.where(step.total_rows > 0, value, copy.read_value()))
+    if metrics is not None:
+        return metrics.results(summed[: len(logs)])
+    for i, value in zip(averaged, summed[: len(logs)], strict=True):
+        flat[i] = value
     return tf.nest.pack_sequence_as(outputs, flat)
+
+
+class MetricState(NamedTuple):
+    """How to read the state of a model's metrics, and their results for a given state."""
+
+    read: Callable[[], list[tf.Tensor]]
+    results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]]

@@ -71,7 +71,16 @@ def bucketed_sum(
 
     Returns:
         The sums, with the shapes, dtypes and order of ``tensors``.
+
+    Raises:
+        ValueError: a tensor's shape is not static.
     """
+    for i, tensor in enumerate(tensors):
+        if not tensor.shape.is_fully_defined():
+            raise ValueError(
+                f"bucketed_sum: expected tensors with static shapes, got tensors[{i}] of shape "
+                f"{tensor.shape}. Use tf.ensure_shape."
+            )
     sums: list = [None] * len(tensors)
     launched = 0
     for dtype in dict.fromkeys(t.dtype for t in tensors):

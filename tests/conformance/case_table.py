@@ -19,6 +19,8 @@ from keras import layers
 
 TOPOLOGIES = ("mirrored2", "2x1", "2x2")
 TWO = ("mirrored2", "2x1")  # where four replicas would show nothing new
+LOCAL = ("mirrored2",)  # where processes would show nothing new either: arithmetic of a share
+WORKERS = ("2x1",)  # where it takes processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Case:
     ``compare``: prefixes of the keys that must equal the one process' to ``tolerance``.
     ``check(workers)``: a promise beyond that, on the list of each worker's arrays; the local
     replicas' copies are among them. ``identical``: whether all workers must agree bit for bit.
+    ``needs``: packages without which the case is skipped.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Case:
     tolerance: float = 1e-5
     check: Callable | None = None
     identical: bool = True
+    needs: tuple = ()
 
     def __str__(self):
         return self.name
@@ -113,7 +117,8 @@ def variables(prefix, keras_variables):
     for i, variable in enumerate(keras_variables):
         for replica, value in enumerate(copies(variable)):
             where = f"replica{replica}/" if replica else ""
-            out[f"{where}{prefix}/{i:02d} {variable.path}"] = value
+            # (the last part of the path: the others depend on the scope of a strategy)
+            out[f"{where}{prefix}/{i:02d} {variable.path.split('/')[-1]}"] = value
     return out
 
 

@@ -1,6 +1,7 @@
 """Ways to feed a model, and batches that do not divide evenly."""
 
 import math
+import warnings
 
 import keras
 import numpy as np
@@ -9,6 +10,7 @@ from case_table import (
     BATCH,
     TOKENS,
     TWO,
+    WORKERS,
     Table,
     X,
     Y,
@@ -19,8 +21,6 @@ from case_table import (
 from keras import layers, ops
 
 CASES = Table()
-ONE = ("2x1",)
-WORKERS = ("2x1", "2x2")
 
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 WEIGHTS = np.linspace(0.5, 2, 320).astype("float32")
@@ -91,7 +91,7 @@ def parse(record):
     return row[:8], tf.cast(row[8], tf.int32)
 
 
-@CASES.case(topologies=WORKERS)
+@CASES.case(topologies=("2x1", "2x2"))
 def dataset_sharded_by_file(env):
     """Each worker reads every second file: a global batch is half of one and half of the other."""
     paths = write_shards(env)
@@ -136,7 +136,7 @@ def datasets_from_function_infinite(env):
     return feed(env, data, epochs=2, steps_per_epoch=20)[1]
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=WORKERS)
 def workers_with_different_numbers_of_batches(env):
     """The one that has run out goes on without rows until all have: nothing lost, no hang."""
     rows = [np.arange(17 * 16), np.arange(17 * 16, 20 * 16)]  # both have them, one alone
@@ -159,7 +159,7 @@ def generate(x=X, y=Y, size=BATCH):
         yield x[start : start + size], y[start : start + size]
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def generator(env):
     """Every batch is used once: the one that builds the model is not lost."""
     return feed(env, generate(), shuffle=None)[1]
@@ -193,12 +193,12 @@ def py_dataset(env):
     return arrays | by_name("eval", model.evaluate(Pages(), verbose=0, return_dict=True))
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=WORKERS)
 def py_dataset_threads(env):
     return feed(env, Pages(workers=2), epochs=2)[1]
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def ragged(env):
     """Rows of different length, cut from one RaggedTensor."""
     lengths = 1 + np.arange(320) % 6
@@ -238,7 +238,7 @@ def ragged_layers(env):
 # ------------------------------------------------------------------- weights, splits and steps
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def sample_weights(env):
     model, arrays = train(env, sample_weight=WEIGHTS, x=X, y=Y)
     result = model.evaluate(X, Y, BATCH, sample_weight=WEIGHTS, verbose=0, return_dict=True)
@@ -262,7 +262,7 @@ def validation_split(env):
     return train(env, validation_split=0.25, epochs=2)[1]
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=WORKERS)
 def validation_settings(env):
     """Weighted validation data, every second epoch, with a batch size and steps of its own."""
     return train(
@@ -282,13 +282,13 @@ def infinite_dataset(env):
     return feed(env, batches().repeat(), epochs=3, steps_per_epoch=7)[1]
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=WORKERS)
 def steps_over_one_pass(env):
     """Epochs of 7 steps over a finite dataset of 20 end when it does, on all workers."""
     return feed(env, batches(), epochs=3, steps_per_epoch=7)[1]
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=WORKERS)
 def infinite_generator(env):
     def endless():
         while True:
@@ -297,7 +297,7 @@ def infinite_generator(env):
     return feed(env, endless(), shuffle=None, epochs=2, steps_per_epoch=10)[1]
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=WORKERS)
 def unknown_cardinality(env):
     """A filter hides the number of batches."""
     data = tf.data.Dataset.from_tensor_slices((X, Y)).filter(lambda x, y: x[0] > -1.0)
@@ -328,7 +328,7 @@ uneven_case("only_batch_of_one_row", 1)
 uneven_case("batch_size_one", 9, 1)
 uneven_case("batch_larger_than_data", 40, 64)
 uneven_case("uneven_adam_clipped", 313, optimizer=lambda: adam(global_clipnorm=0.05))
-uneven_case("uneven_weighted", 313, topologies=ONE, sample_weight=WEIGHTS[:313])
+uneven_case("uneven_weighted", 313, topologies=WORKERS, sample_weight=WEIGHTS[:313])
 uneven_case("uneven_execution_3_steps", 313, compile_args={"steps_per_execution": 3})
 
 
@@ -399,19 +399,19 @@ def disjoint_complete_and_reordered(workers):
         np.testing.assert_array_equal(np.unique(epoch, return_counts=True)[1], 8)
 
 
-@CASES.case(compare=(), check=disjoint_complete_and_reordered)
+@CASES.case(topologies=WORKERS, compare=(), check=disjoint_complete_and_reordered)
 def shuffle_seeded(env):
     return {"rows/visits": visits(env, shuffle=True)}
 
 
-@CASES.case(compare=(), check=disjoint_complete_and_reordered)
+@CASES.case(topologies=("2x1", "2x2"), compare=(), check=disjoint_complete_and_reordered)
 def shuffle_with_seeds_that_differ(env):
     """As when nobody has set a seed."""
     keras.utils.set_random_seed(100 + env.index)
     return {"rows/visits": visits(env, shuffle=True)}
 
 
-@CASES.case(topologies=ONE, compare=(), check=disjoint_complete_and_reordered)
+@CASES.case(topologies=WORKERS, compare=(), check=disjoint_complete_and_reordered)
 def shuffle_after_a_draw_on_one_worker(env):
     """One worker's random state has moved on (it printed a sample, say)."""
     if env.index == 0:
@@ -421,22 +421,36 @@ def shuffle_after_a_draw_on_one_worker(env):
     return {"rows/visits": visits(env)}
 
 
-def all_rows_once_by_dataset(workers):
-    times = workers[0]["rows/visits"][:, 1]
-    np.testing.assert_array_equal(times, 1.0)
-
-
-@CASES.case(topologies=WORKERS, compare=(), check=all_rows_once_by_dataset)
-def dataset_shuffled_by_its_user(env):
-    """``dataset.shuffle`` without a seed, sharded by data."""
+def fit_shuffled_dataset(env):
     rows = np.arange(96, dtype="float32")[:, None] / 96.0
-    keras.utils.set_random_seed(100 + env.index)
     data = tf.data.Dataset.from_tensor_slices((rows, rows)).shuffle(96).batch(8)
     with env.scope():
         model = SeesRows()
         model.compile(keras.optimizers.SGD(0.01), "mse")
-    history = model.fit(data, epochs=2, verbose=0)
-    return {"rows/visits": np.reshape(history.history["visits"], (2, 2, 96))}
+    history = model.fit(data, epochs=3, shuffle=None, verbose=0)
+    return np.reshape(history.history["visits"], (3, 2, 96))
+
+
+@CASES.case(topologies=WORKERS, compare=(), check=disjoint_complete_and_reordered)
+def dataset_shuffled_by_its_user(env):
+    """``dataset.shuffle`` without a seed of its own, after ``set_random_seed``."""
+    return {"rows/visits": fit_shuffled_dataset(env)}
+
+
+def complete_or_warned_of(workers):
+    for arrays in workers:
+        assert arrays["local/warnings"] or np.all(arrays["rows/visits"][:, 1] == 1.0)
+
+
+@CASES.case(topologies=WORKERS, compare=(), check=complete_or_warned_of)
+def dataset_shuffled_differently(env):
+    """Shuffles that differ between the workers are set right, or warned of."""
+    tf.random.set_seed(100 + env.index)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        visits = fit_shuffled_dataset(env)
+    count = sum("shuffle" in str(w.message) for w in caught)
+    return {"rows/visits": visits, "local/warnings": count}
 
 
 # ------------------------------------------------------------------------------- disagreement
@@ -448,7 +462,7 @@ def one_clear_error_or_agreement(workers):
     assert messages[0] == "" or "worker" in messages[0]
 
 
-@CASES.case(topologies=ONE, compare=(), check=one_clear_error_or_agreement, identical=False)
+@CASES.case(topologies=WORKERS, compare=(), check=one_clear_error_or_agreement, identical=False)
 def numbers_of_rows_differ(env):
     """Array data of different length is one clear error on all workers, or is agreed on."""
     rows = 160 if env.index == 0 else 96
@@ -459,7 +473,7 @@ def numbers_of_rows_differ(env):
     return {"error/message": ""}
 
 
-@CASES.case(topologies=ONE, compare=(), check=one_clear_error_or_agreement, identical=False)
+@CASES.case(topologies=WORKERS, compare=(), check=one_clear_error_or_agreement, identical=False)
 def steps_per_epoch_differ(env):
     try:
         feed(env, batches().repeat(), steps_per_epoch=4 + 2 * env.index, batch_logs=False)

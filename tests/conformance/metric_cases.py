@@ -3,11 +3,10 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from case_table import BATCH, TWO, Table, X, Y, by_name, cross_entropy, mlp, sgd, train
+from case_table import BATCH, LOCAL, TWO, Table, X, Y, by_name, cross_entropy, mlp, sgd, train
 from keras import layers, metrics
 
 CASES = Table()
-ONE = ("2x1",)
 UNEVEN = {"x": X[:313], "y": Y[:313]}
 COLUMN = {"x": X[:313], "y": Y[:313, None].astype("float32")}
 WEIGHTS = np.linspace(0.5, 2, 320).astype("float32")
@@ -44,7 +43,7 @@ def metrics_binary(env):
     return arrays | by_name("eval", result)
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def metrics_multiclass(env):
     """One vector among them, F1 by class."""
 
@@ -220,7 +219,7 @@ def predict_on_unequal_input(env):
     return {"pred/rows": model.predict(parts, verbose=0)}
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def predict_dict(env):
     """A dict of outputs, one of them an integer per row, one a sequence."""
 
@@ -250,7 +249,7 @@ def predict_dict(env):
     }
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def predict_3_steps_per_execution(env):
     model = fixed(env, steps_per_execution=3)
     return {
@@ -259,7 +258,7 @@ def predict_3_steps_per_execution(env):
     }
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=LOCAL)
 def predict_strings(env):
     """Outputs that no collective carries: strings."""
     names = np.array(["no", "yes"])

@@ -5,10 +5,12 @@ import numpy as np
 import tensorflow as tf
 from case_table import (
     BATCH,
+    LOCAL,
     PADDED,
     TOKENS,
     TWO,
     WORDS,
+    WORKERS,
     Table,
     X,
     Y,
@@ -19,11 +21,11 @@ from case_table import (
     sgd,
     state,
     train,
+    variables,
 )
 from keras import layers, ops
 
 CASES = Table()
-ONE = ("2x1",)
 
 
 # ------------------------------------------------------------------------------ how it is built
@@ -59,7 +61,7 @@ class Subclassed(keras.Model):
         return self.out(self.hidden(x))
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def subclassed(env):
     model, arrays = train(env, Subclassed, adam)
     return arrays | {"pred/y": model.predict(X[:45], verbose=0)}
@@ -203,10 +205,16 @@ def custom_train_step_returns_tensors(env):
 
 
 class GAN(keras.Model):
+    """As in Keras' guide: no ``call``, two models, two optimizers, trackers of its own."""
+
     def __init__(self):
         super().__init__()
-        self.generator = keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(8)])
-        self.discriminator = keras.Sequential([layers.Dense(8, "tanh"), layers.Dense(1)])
+        self.generator = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(8)]
+        )
+        self.discriminator = keras.Sequential(
+            [keras.Input((8,)), layers.Dense(8, "tanh"), layers.Dense(1)]
+        )
         self.d_tracker = keras.metrics.Mean(name="d_loss")
         self.g_tracker = keras.metrics.Mean(name="g_loss")
 
@@ -215,19 +223,17 @@ class GAN(keras.Model):
         self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
         self.loss_fn = keras.losses.BinaryCrossentropy(from_logits=True)
 
-    def call(self, noise):
-        return self.discriminator(self.generator(noise))
-
     def train_step(self, data):
         real, noise = data
+        fake = self.generator(noise)
         with tf.GradientTape() as tape:
-            on_real, on_fake = self.discriminator(real), self(noise)
+            on_real, on_fake = self.discriminator(real), self.discriminator(fake)
             d_loss = self.loss_fn(ops.ones_like(on_real), on_real)
             d_loss += self.loss_fn(ops.zeros_like(on_fake), on_fake)
         weights = self.discriminator.trainable_weights
         self.d_optimizer.apply(tape.gradient(d_loss, weights), weights)
         with tf.GradientTape() as tape:
-            on_fake = self(noise)
+            on_fake = self.discriminator(self.generator(noise))
             g_loss = self.loss_fn(ops.ones_like(on_fake), on_fake)
         weights = self.generator.trainable_weights
         self.g_optimizer.apply(tape.gradient(g_loss, weights), weights)
@@ -241,15 +247,13 @@ def gan_with_two_optimizers(env):
     noise = np.random.RandomState(3).randn(320, 4).astype("float32")
     with env.scope():
         model = GAN()
-        model.build((None, 4))
-        model.discriminator.build((None, 8))
         model.compile(adam(), sgd())
     history = model.fit(X, noise, batch_size=BATCH, shuffle=False, verbose=0)
     return {
+        **variables("w", model.weights),
+        **variables("o/d", model.d_optimizer.variables),
+        **variables("o/g", model.g_optimizer.variables),
         **by_name("log", history.history),
-        **{f"w/{i:02d} {w.path}": np.array(w) for i, w in enumerate(model.weights)},
-        **{f"o/d{i:02d}": np.array(v) for i, v in enumerate(model.d_optimizer.variables)},
-        **{f"o/g{i:02d}": np.array(v) for i, v in enumerate(model.g_optimizer.variables)},
     }
 
 
@@ -269,7 +273,7 @@ class AutoEncoder(keras.Model):
         return out
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def add_loss(env):
     with env.scope():
         model = AutoEncoder()
@@ -298,7 +302,7 @@ def regularized():
     )
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def regularizers(env):
     return train(env, regularized)[1]
 
@@ -309,12 +313,12 @@ def regularizers_uneven(env):
     return train(env, regularized, x=X[:305], y=Y[:305])[1]
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=LOCAL)
 def regularizers_with_sum(env):
     return train(env, regularized, loss=lambda: cross_entropy(reduction="sum"))[1]
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=LOCAL)
 def constraints(env):
     def build():
         return keras.Sequential(
@@ -374,7 +378,7 @@ def embedding_clipped_uneven(env):
     return train(env, build, optimizer, x=TOKENS[:313], y=Y[:313])[1]
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=LOCAL)
 def embedding_accumulated(env):
     def build():
         return keras.Sequential(
@@ -389,7 +393,7 @@ def embedding_accumulated(env):
     return train(env, build, lambda: sgd(gradient_accumulation_steps=2), x=TOKENS)[1]
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def masked_sequences(env):
     """Padding of very different length on each replica, through Embedding and LSTM."""
 
@@ -439,7 +443,7 @@ def masked_loss_all_padding_on_one_replica(env):
     return train(env, tagger, sgd, x=x, y=TAGS)[1]
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=LOCAL)
 def masked_loss_sum(env):
     def loss():
         return cross_entropy(reduction="sum")
@@ -447,7 +451,7 @@ def masked_loss_sum(env):
     return train(env, tagger, lambda: keras.optimizers.SGD(0.01), loss=loss, x=PADDED, y=TAGS)[1]
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=LOCAL)
 def masked_loss_one_of_two_outputs(env):
     """Two outputs of which one is masked: each has a divisor of its own."""
 
@@ -482,7 +486,7 @@ def normalized(synchronized):
     return lambda: mlp(layers.BatchNormalization(momentum=0.5, synchronized=synchronized))
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def batch_normalization_synchronized(env):
     model, arrays = train(env, normalized(True))
     return arrays | by_name("eval", model.evaluate(X, Y, BATCH, verbose=0, return_dict=True))
@@ -523,7 +527,7 @@ def batch_normalization_local(env):
     return local | state(model)
 
 
-@CASES.case(compare=())
+@CASES.case(topologies=TWO, compare=())
 def batch_normalization_local_uneven(env):
     """A replica without rows must not spoil the statistics with NaN."""
     _, arrays = train(env, normalized(False), x=X[:305], y=Y[:305])
@@ -531,7 +535,7 @@ def batch_normalization_local_uneven(env):
     return arrays
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=LOCAL)
 def layer_normalization(env):
     return train(env, lambda: mlp(layers.LayerNormalization()))[1]
 
@@ -574,15 +578,17 @@ class ShowsItsMasks(keras.Model):
         self.dense = layers.Dense(1)
         self.masks = Rows(name="masks")
 
+    def drop(self, x, training):
+        return self.dropout(ops.ones((ops.shape(x)[0], 64)), training=training)
+
     def call(self, x, training=False):
-        dropped = self.dropout(ops.ones((ops.shape(x)[0], 64)), training=training)
-        return self.dense(dropped), dropped
+        return self.dense(self.drop(x, training))
 
     def train_step(self, data):
         row, y = data
+        dropped = self.drop(row, True)
         with tf.GradientTape() as tape:
-            y_pred, dropped = self(row, training=True)
-            loss = self.compute_loss(y=y, y_pred=y_pred)
+            loss = self.compute_loss(y=y, y_pred=self.dense(dropped))
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
         self.masks.update_state(ops.cast(row[:, 0], "int32"), ops.cast(dropped > 0, "float32"))
@@ -598,6 +604,7 @@ def dropout(env):
         keras.utils.set_random_seed(seed)
         with env.scope():
             model = ShowsItsMasks()
+            model.build((None, 1))
             model.compile(keras.optimizers.SGD(0.01), "mse")
         history = model.fit(rows, rows / 48, batch_size=16, shuffle=False, verbose=0)
         masks = np.array(history.history["masks"][-1]).reshape(3, 16, 64)
@@ -669,7 +676,7 @@ def random_layers(env):
 # ------------------------------------------------------------------ preprocessing, applications
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def normalization_adapted(env):
     with env.scope():
         normalization = layers.Normalization()
@@ -732,7 +739,7 @@ def hashing_and_category_encoding(env):
     return train(env, build, x=TOKENS)[1]
 
 
-@CASES.case(topologies=ONE, tolerance=1e-4)
+@CASES.case(topologies=LOCAL, tolerance=1e-4)
 def convolution(env):
     def build():
         return keras.Sequential(
@@ -749,9 +756,13 @@ def convolution(env):
     return train(env, build, adam, x=images)[1]
 
 
-@CASES.case(topologies=ONE, tolerance=1e-3)
+@CASES.case(topologies=WORKERS, tolerance=1e-4)
 def application_mobilenet(env):
-    """3 steps, with synchronized statistics so that one process' are the same."""
+    """3 steps of fine-tuning, with the statistics frozen.
+
+    (In training mode its 27 normalizations of a small batch amplify a rounding error of 1e-6 to
+    half of what three steps move the weights: one process would not even match itself.)
+    """
     images = np.random.RandomState(5).rand(24, 32, 32, 3).astype("float32")
 
     def build():
@@ -760,10 +771,8 @@ def application_mobilenet(env):
         )
         for layer in model.layers:
             if isinstance(layer, layers.BatchNormalization):
-                layer.synchronized = True
+                layer.trainable = False
         return model
 
     loss = keras.losses.SparseCategoricalCrossentropy
-    return train(
-        env, build, lambda: keras.optimizers.SGD(0.01), loss, x=images, y=Y[:24], batch_size=8
-    )[1]
+    return train(env, build, sgd, loss, x=images, y=Y[:24], batch_size=8)[1]

@@ -66,7 +66,7 @@ def make_strategy(module, workers, devices):
 
 
 def load_table(path):
-    sys.path.insert(0, str(Path(__file__).parent))  # tables share models and data
+    sys.path[:0] = [str(Path(__file__).parent), str(path.parent)]  # tables share models and data
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from case_table import TWO, Table, X, Y, adam, by_name, cross_entropy, mlp, sgd, state, train
+from case_table import LOCAL, TWO, Table, X, Y, adam, by_name, cross_entropy, mlp, sgd, state, train
 from keras import layers, optimizers
 
 CASES = Table()
@@ -14,7 +14,6 @@ def optimizer_case(name, make, topologies=TWO):
 
 
 ALL = ("mirrored2", "2x1", "2x2", "3x1")
-ONE = ("2x1",)
 
 optimizer_case("sgd", sgd, ALL)
 optimizer_case("momentum", lambda: sgd(momentum=0.9, nesterov=True))
@@ -22,7 +21,7 @@ optimizer_case("adam", adam, ALL)
 optimizer_case("adamw", lambda: optimizers.AdamW(0.01, weight_decay=0.1))
 optimizer_case("lion", lambda: optimizers.Lion(0.003))
 optimizer_case("clipnorm", lambda: sgd(clipnorm=0.05))
-optimizer_case("clipnorm_adam", lambda: adam(clipnorm=0.05), ONE)
+optimizer_case("clipnorm_adam", lambda: adam(clipnorm=0.05), LOCAL)
 optimizer_case("global_clipnorm", lambda: sgd(global_clipnorm=0.05), ALL)
 optimizer_case("clipvalue", lambda: sgd(clipvalue=0.01))
 optimizer_case("ema", lambda: sgd(use_ema=True, ema_momentum=0.9))
@@ -37,12 +36,21 @@ optimizer_case(
 optimizer_case(
     "accumulation_clipped", lambda: sgd(gradient_accumulation_steps=4, global_clipnorm=0.05)
 )
-optimizer_case("schedule", lambda: optimizers.SGD(optimizers.schedules.CosineDecay(0.2, 20)), ONE)
-for _name in ("RMSprop", "Adagrad", "Adadelta", "Adamax", "Nadam", "Ftrl", "Adafactor", "Lamb"):
-    optimizer_case(_name.lower(), lambda make=getattr(optimizers, _name): make(0.01), ONE)
+optimizer_case("schedule", lambda: optimizers.SGD(optimizers.schedules.CosineDecay(0.2, 20)), LOCAL)
+for _make in (
+    optimizers.RMSprop,
+    optimizers.Adagrad,
+    optimizers.Adadelta,
+    optimizers.Adamax,
+    optimizers.Nadam,
+    optimizers.Ftrl,
+    optimizers.Adafactor,
+    optimizers.Lamb,
+):
+    optimizer_case(_make.__name__.lower(), lambda make=_make: make(0.01), LOCAL)
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def accumulation_uneven(env):
     """Windows of three batches, one of which has 11 rows, another 1."""
     x = tf.data.Dataset.from_generator(
@@ -110,7 +118,7 @@ def execution_3_steps(env):
     return arrays | by_name("eval", model.evaluate(X, Y, 16, verbose=0, return_dict=True))
 
 
-@CASES.case
+@CASES.case(topologies=TWO)
 def execution_5_steps(env):
     return train(env, optimizer=adam, compile_args={"steps_per_execution": 5})[1]
 
@@ -137,7 +145,7 @@ def jit_auto(env):
     return train(env, compile_args={"jit_compile": "auto"})[1]
 
 
-@CASES.case(topologies=ONE)
+@CASES.case(topologies=LOCAL)
 def jit_off(env):
     return train(env, compile_args={"jit_compile": False})[1]
 
@@ -178,12 +186,12 @@ loss_case("reduction_sum_weighted", lambda: cross_entropy(reduction="sum"), samp
 loss_case(
     "reduction_weighted_mean_unweighted",
     lambda: cross_entropy(reduction="mean_with_sample_weight"),
-    ONE,
+    LOCAL,
 )
 loss_case(
     "loss_function",
     lambda: lambda y, p: keras.ops.square(keras.ops.cast(y, "float32") - p[:, 0]),
-    ONE,
+    LOCAL,
     **_UNEVEN,
 )
 

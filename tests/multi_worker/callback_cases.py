@@ -5,12 +5,12 @@ import csv
 import keras
 import numpy as np
 import tensorflow as tf
-from case_table import BATCH, TWO, Table, X, Y, adam, cross_entropy, mlp, sgd, state, train
+from case_table import BATCH, TWO, WORKERS, Table, X, Y, adam, cross_entropy, mlp, sgd, state, train
 from keras import callbacks
 from written_files import listing, writes_of_this_worker
 
 CASES = Table()
-ONE = ("2x1",)
+
 HALF = {"x": X[:160], "y": Y[:160]}
 VALIDATION = {"validation_data": (X[160:], Y[160:])}
 
@@ -144,13 +144,13 @@ def backup_and_restore(env):
     return resumed(env, Interrupt(epoch=2))
 
 
-@CASES.case(topologies=ONE, compare=("w/", "o/"), check=only_the_chief_wrote)
+@CASES.case(topologies=WORKERS, compare=("w/", "o/"), check=only_the_chief_wrote)
 def backup_and_restore_every_batches(env):
     """As Keras resumes from a backup within an epoch: at the epoch's begin."""
     return resumed(env, Interrupt(batch=47), save_freq=5)
 
 
-@CASES.case(topologies=ONE, compare=("w/", "o/"))
+@CASES.case(topologies=WORKERS, compare=("w/", "o/"))
 def backups_that_differ(env):
     """Worker 1 has lost its own disk's backup: the chief's decides for all."""
 
@@ -206,7 +206,12 @@ def csv_logger(env):
     }
 
 
-@CASES.case(topologies=TWO, compare=("w/", "content/"), check=only_the_chief_wrote)
+@CASES.case(
+    topologies=TWO,
+    compare=("w/", "content/"),
+    check=only_the_chief_wrote,
+    needs=("tensorboard",),
+)
 def tensor_board(env):
     """Scalars by epoch and by batch, and histograms: one event file each for fit and validation."""
     with writes_of_this_worker(env.directory) as writes:
@@ -265,7 +270,7 @@ def one_worker_wants_to_stop_after_an_epoch(env):
     return arrays | {"own/epochs": len(arrays["log/loss"])}
 
 
-@CASES.case(topologies=ONE, compare=(), check=same_number_of_epochs)
+@CASES.case(topologies=WORKERS, compare=(), check=same_number_of_epochs)
 def one_worker_wants_to_stop_after_a_batch(env):
     class Stop(callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
