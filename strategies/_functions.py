@@ -40,12 +40,11 @@ def training_function(
 
     @tf.autograph.experimental.do_not_convert
     def one_step(data, total_rows):
-        outputs = strategy.run(replica_step, args=(data, total_rows))
+        with _needs(strategy, (data, total_rows)):
+            outputs = strategy.run(replica_step, args=(data, total_rows))
         return _first_replica(strategy, outputs)
 
     if not run_eagerly:
-        # A function of its own, which runs only when all its inputs are there: where the data
-        # has ended, not even those parts of a step run that do not look at the data.
         one_step = tf.function(one_step, reduce_retracing=True)
 
     if run_eagerly:
@@ -107,7 +106,9 @@ def predict_function(strategy, step_fn, *, run_eagerly, jit_compile):
 
     @tf.autograph.experimental.do_not_convert
     def on_data(data, total_rows):
-        return all_rows(strategy, strategy.run(replica_step, args=(data, total_rows)))
+        with _needs(strategy, (data, total_rows)):
+            outputs = strategy.run(replica_step, args=(data, total_rows))
+        return all_rows(strategy, outputs)
 
     if not run_eagerly:
         on_data = tf.function(on_data, reduce_retracing=True)
@@ -203,6 +204,18 @@ def _gather(strategy, rows):
     gathered = strategy.gather(rows, axis=0)
     gathered.set_shape([None, *rows.shape[1:]])
     return gathered
+
+
+def _needs(strategy, data):
+    """Context manager: nothing in it runs before all of ``data`` is there.
+
+    So where the data has ended, not even those parts of a step run that do not look at the data
+    (the count of iterations, weight decay, moving averages of weights).
+    """
+    per_replica = tf.nest.flatten(data, expand_composites=False)
+    values = [strategy.experimental_local_results(v) for v in per_replica]
+    tensors = [t for t in tf.nest.flatten(values, expand_composites=True) if tf.is_tensor(t)]
+    return tf.control_dependencies(tensors)
 
 
 def _first_replica(strategy, outputs):

@@ -86,13 +86,14 @@ def split_rows(total_rows, replica, num_replicas):
     return size * replica + min(replica, larger), size + (replica < larger)
 
 
-def distribute(strategy, dataset, *, board=None, same_stream=False):
+def distribute(strategy, dataset, *, board=None, num_batches=None, same_stream=False):
     """Makes the input of ``fit``, ``evaluate`` or ``predict``.
 
     Args:
         strategy: a strategy of tfdist.
         dataset: a batched ``tf.data.Dataset``, or one that the user has distributed.
         board: the workers' board, None where there is one worker.
+        num_batches: the number of batches where the caller knows more than ``dataset``.
         same_stream: True where it is known that all workers have the same elements in the same
             order (Keras' arrays).
 
@@ -107,6 +108,8 @@ def distribute(strategy, dataset, *, board=None, same_stream=False):
         return _own(strategy, strategy.experimental_distribute_dataset(dataset), board)
     if board is not None and not same_stream:
         _warn_of_unseeded_shuffle(dataset)
+    if num_batches is not None and dataset.cardinality() < 0:
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
     return _split(strategy, dataset, board)
 
 

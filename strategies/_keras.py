@@ -588,7 +588,13 @@ def _feed_replicas(stock):
             dataset = _shuffled_arrays(adapter, seed, epoch)
         else:
             dataset = adapter.get_tf_dataset()
-        source = _input.distribute(strategy, dataset, board=board, same_stream=is_array)
+        source = _input.distribute(
+            strategy,
+            dataset,
+            board=board,
+            num_batches=adapter.num_batches,
+            same_stream=is_array,
+        )
         if is_shuffled_array:
             source.before_epoch = lambda: epoch.assign_add(1)
         self._distributed_dataset = source
@@ -652,8 +658,7 @@ def _shuffled_arrays(adapter, seed, epoch):
     batches = tf.data.Dataset.zip(batches, whole).map(take, num_parallel_calls=tf.data.AUTOTUNE)
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False
-    num_batches = -(-num_rows // batch_size)
-    return batches.apply(tf.data.experimental.assert_cardinality(num_batches)).with_options(options)
+    return batches.with_options(options)
 
 
 class _ShuffledPyDataset(keras.utils.PyDataset):

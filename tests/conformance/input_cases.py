@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 from case_table import (
     BATCH,
+    LOCAL,
     TOKENS,
     TWO,
     WORKERS,
@@ -50,13 +51,13 @@ def numpy_arrays(env):
     return arrays | {"pred/y": model.predict(X, BATCH, verbose=0)}
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=LOCAL)
 def numpy_default_batch_size(env):
     """Without ``batch_size`` it is 32, globally."""
     return train(env, batch_size=None)[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=LOCAL)
 def tensors(env):
     return train(env, x=tf.constant(X), y=tf.constant(Y))[1]
 
@@ -67,7 +68,7 @@ def dataset_sharded_by_data(env):
     return feed(env, data, epochs=2, validation_data=batches(X[:100], Y[:100]))[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def dataset_sharded_automatically(env):
     """AUTO falls back to DATA when there are no files; map, cache and prefetch do not matter."""
     data = batches().map(lambda x, y: (x * 2.0, y)).cache().prefetch(2)
@@ -128,7 +129,7 @@ def datasets_from_function(env):
     return arrays
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def datasets_from_function_infinite(env):
     if env.strategy is None:
         return feed(env, batches().repeat(), epochs=2, steps_per_epoch=20)[1]
@@ -165,7 +166,7 @@ def generator(env):
     return feed(env, generate(), shuffle=None)[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def generator_uneven_first_batch(env):
     def uneven():
         yield X[:5], Y[:5]
@@ -219,7 +220,7 @@ def ragged(env):
     return feed(env, data, build=Bag)[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def ragged_layers(env):
     """A functional model with a ragged Input, uneven batches."""
     values = tf.RaggedTensor.from_tensor(TOKENS, lengths=1 + np.arange(320) % 6)
@@ -245,19 +246,19 @@ def sample_weights(env):
     return arrays | by_name("eval", result)
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def sample_weights_in_dataset_uneven(env):
     rows = slice(0, 313)
     data = tf.data.Dataset.from_tensor_slices((X[rows], Y[rows], WEIGHTS[rows])).batch(BATCH)
     return feed(env, data)[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=LOCAL)
 def class_weights(env):
     return train(env, class_weight={0: 1.0, 1: 3.0})[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def validation_split(env):
     return train(env, validation_split=0.25, epochs=2)[1]
 
@@ -277,7 +278,7 @@ def validation_settings(env):
     )[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def infinite_dataset(env):
     return feed(env, batches().repeat(), epochs=3, steps_per_epoch=7)[1]
 
@@ -324,15 +325,19 @@ uneven_case("last_batch_of_one_row", 305, topologies=("mirrored2", "2x1", "2x2",
 uneven_case("last_batch_of_two_rows", 306, topologies=("2x2",))
 uneven_case("odd_batch_size", 300, 15, ("mirrored2", "2x1", "2x2"))
 uneven_case("only_batch_uneven", 5, topologies=("mirrored2", "2x1", "2x2"))
-uneven_case("only_batch_of_one_row", 1)
-uneven_case("batch_size_one", 9, 1)
-uneven_case("batch_larger_than_data", 40, 64)
-uneven_case("uneven_adam_clipped", 313, optimizer=lambda: adam(global_clipnorm=0.05))
-uneven_case("uneven_weighted", 313, topologies=WORKERS, sample_weight=WEIGHTS[:313])
-uneven_case("uneven_execution_3_steps", 313, compile_args={"steps_per_execution": 3})
+uneven_case("only_batch_of_one_row", 1, topologies=WORKERS)
+uneven_case("batch_size_one", 9, 1, LOCAL)
+uneven_case("batch_larger_than_data", 40, 64, LOCAL)
+uneven_case(
+    "uneven_adam_clipped", 313, topologies=WORKERS, optimizer=lambda: adam(global_clipnorm=0.05)
+)
+uneven_case("uneven_weighted", 313, topologies=LOCAL, sample_weight=WEIGHTS[:313])
+uneven_case(
+    "uneven_execution_3_steps", 313, topologies=WORKERS, compile_args={"steps_per_execution": 3}
+)
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def uneven_dataset(env):
     """Uneven batches in the middle of an epoch, too."""
     cuts = np.cumsum([0, 16, 3, 16, 1, 15, 16, 2, 16])

@@ -3,7 +3,20 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from case_table import BATCH, LOCAL, TWO, Table, X, Y, by_name, cross_entropy, mlp, sgd, train
+from case_table import (
+    BATCH,
+    LOCAL,
+    TWO,
+    WORKERS,
+    Table,
+    X,
+    Y,
+    by_name,
+    cross_entropy,
+    mlp,
+    sgd,
+    train,
+)
 from keras import layers, metrics
 
 CASES = Table()
@@ -74,7 +87,7 @@ def metrics_multiclass(env):
     return arrays | by_name("eval", result)
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def metrics_sparse(env):
     return train(
         env,
@@ -136,7 +149,7 @@ def metrics_weighted(env):
     return arrays | by_name("eval", result)
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def metrics_of_ones_own(env):
     """A function, and a metric made under the scope and added by the model."""
 
@@ -183,7 +196,7 @@ def evaluate(env):
     }
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def evaluate_3_steps_per_execution(env):
     model = fixed(env, steps_per_execution=3)
     return {"eval/arrays": model.evaluate(X[:313], Y[:313], BATCH, verbose=0)}
@@ -219,7 +232,7 @@ def predict_on_unequal_input(env):
     return {"pred/rows": model.predict(parts, verbose=0)}
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def predict_dict(env):
     """A dict of outputs, one of them an integer per row, one a sequence."""
 

@@ -31,7 +31,7 @@ CASES = Table()
 # ------------------------------------------------------------------------------ how it is built
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=LOCAL)
 def functional(env):
     def build():
         x = keras.Input((8,))
@@ -67,7 +67,7 @@ def subclassed(env):
     return arrays | {"pred/y": model.predict(X[:45], verbose=0)}
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def subclassed_lazy_layers(env):
     """Weights made in ``build``, among them a scalar and a non-trainable counter."""
 
@@ -87,7 +87,7 @@ def subclassed_lazy_layers(env):
     return train(env, build, sgd)[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=LOCAL)
 def shared_layers(env):
     def build():
         shared = layers.Dense(8, "tanh")
@@ -134,7 +134,7 @@ def dict_inputs_and_outputs(env):
     }
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def several_models_under_one_strategy(env):
     """Two models trained in turn do not mix their state."""
     arrays = {}
@@ -187,7 +187,7 @@ def custom_train_step(env):
     return arrays | by_name("eval", model.evaluate(X, Y, BATCH, verbose=0, return_dict=True))
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def custom_train_step_returns_tensors(env):
     """Logs that are no metrics: the batch's loss and a vector, both means over the global batch."""
 
@@ -273,7 +273,7 @@ class AutoEncoder(keras.Model):
         return out
 
 
-@CASES.case(topologies=TWO)
+@CASES.case
 def add_loss(env):
     with env.scope():
         model = AutoEncoder()
@@ -282,7 +282,7 @@ def add_loss(env):
     return state(model) | by_name("log", history.history)
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=LOCAL)
 def add_loss_uneven(env):
     """Batches of 15, the last of 11: a mean over rows is weighted by rows."""
     with env.scope():
@@ -302,12 +302,12 @@ def regularized():
     )
 
 
-@CASES.case(topologies=TWO)
+@CASES.case
 def regularizers(env):
     return train(env, regularized)[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def regularizers_uneven(env):
     """Weight decay does not depend on how many rows a replica has, not even on none."""
     return train(env, regularized, x=X[:305], y=Y[:305])[1]
@@ -335,7 +335,7 @@ def constraints(env):
 # ----------------------------------------------------------------------- sequences, embeddings
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=LOCAL)
 def lstm(env):
     def build():
         return keras.Sequential([keras.Input((4, 2)), layers.LSTM(6), layers.Dense(2)])
@@ -360,7 +360,7 @@ def embedding(env):
     return train(env, build, adam, x=TOKENS)[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def embedding_clipped_uneven(env):
     def build():
         return keras.Sequential(
@@ -393,7 +393,7 @@ def embedding_accumulated(env):
     return train(env, build, lambda: sgd(gradient_accumulation_steps=2), x=TOKENS)[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case
 def masked_sequences(env):
     """Padding of very different length on each replica, through Embedding and LSTM."""
 
@@ -437,7 +437,7 @@ def masked_loss_uneven_and_weighted(env):
     return train(env, tagger, sgd, x=PADDED[:313], y=TAGS[:313], sample_weight=weights)[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=LOCAL)
 def masked_loss_all_padding_on_one_replica(env):
     x = np.where((np.arange(320) % 16 < 8)[:, None], 0, TOKENS)
     return train(env, tagger, sgd, x=x, y=TAGS)[1]
@@ -709,7 +709,7 @@ def string_lookup(env):
     }
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def text_vectorization_adapted(env):
     texts = np.array([" ".join(WORDS[(7 * i + np.arange(4)) % 320]) for i in range(320)])[:, None]
     with env.scope():
@@ -725,7 +725,7 @@ def text_vectorization_adapted(env):
     return train(env, build, x=data, y=None, batch_size=None)[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=LOCAL)
 def hashing_and_category_encoding(env):
     def build():
         return keras.Sequential(

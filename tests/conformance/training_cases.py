@@ -3,7 +3,22 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from case_table import LOCAL, TWO, Table, X, Y, adam, by_name, cross_entropy, mlp, sgd, state, train
+from case_table import (
+    LOCAL,
+    TWO,
+    WORKERS,
+    Table,
+    X,
+    Y,
+    adam,
+    by_name,
+    cross_entropy,
+    mlp,
+    sgd,
+    state,
+    train,
+    variables,
+)
 from keras import layers, optimizers
 
 CASES = Table()
@@ -16,15 +31,15 @@ def optimizer_case(name, make, topologies=TWO):
 ALL = ("mirrored2", "2x1", "2x2", "3x1")
 
 optimizer_case("sgd", sgd, ALL)
-optimizer_case("momentum", lambda: sgd(momentum=0.9, nesterov=True))
+optimizer_case("momentum", lambda: sgd(momentum=0.9, nesterov=True), LOCAL)
 optimizer_case("adam", adam, ALL)
 optimizer_case("adamw", lambda: optimizers.AdamW(0.01, weight_decay=0.1))
-optimizer_case("lion", lambda: optimizers.Lion(0.003))
-optimizer_case("clipnorm", lambda: sgd(clipnorm=0.05))
+optimizer_case("lion", lambda: optimizers.Lion(0.003), LOCAL)
+optimizer_case("clipnorm", lambda: sgd(clipnorm=0.05), LOCAL)
 optimizer_case("clipnorm_adam", lambda: adam(clipnorm=0.05), LOCAL)
 optimizer_case("global_clipnorm", lambda: sgd(global_clipnorm=0.05), ALL)
-optimizer_case("clipvalue", lambda: sgd(clipvalue=0.01))
-optimizer_case("ema", lambda: sgd(use_ema=True, ema_momentum=0.9))
+optimizer_case("clipvalue", lambda: sgd(clipvalue=0.01), LOCAL)
+optimizer_case("ema", lambda: sgd(use_ema=True, ema_momentum=0.9), LOCAL)
 optimizer_case(
     "ema_overwrite",
     lambda: sgd(use_ema=True, ema_momentum=0.9, ema_overwrite_frequency=5),
@@ -34,7 +49,7 @@ optimizer_case(
     "accumulation", lambda: adam(gradient_accumulation_steps=4), ("mirrored2", "2x1", "2x2")
 )
 optimizer_case(
-    "accumulation_clipped", lambda: sgd(gradient_accumulation_steps=4, global_clipnorm=0.05)
+    "accumulation_clipped", lambda: sgd(gradient_accumulation_steps=4, global_clipnorm=0.05), LOCAL
 )
 optimizer_case("schedule", lambda: optimizers.SGD(optimizers.schedules.CosineDecay(0.2, 20)), LOCAL)
 for _make in (
@@ -70,6 +85,95 @@ def accumulation_uneven(env):
 _CUTS = np.cumsum([0, 16, 11, 16, 16, 16, 1, 16, 16, 16, 15, 16, 16])
 
 
+class SideBySide(keras.Model):
+    """Several models, each with its own optimizer, trained on the same batches in one step."""
+
+    def __init__(self, members):
+        super().__init__()
+        self.members = [model for model, _ in members]
+        self.own_optimizers = [optimizer for _, optimizer in members]
+        self.loss_fn = cross_entropy()
+        self.accuracy = keras.metrics.SparseCategoricalAccuracy(name="accuracy")
+
+    def call(self, x):
+        return self.members[0](x)
+
+    def train_step(self, data):
+        x, y = data
+        for model, optimizer in zip(self.members, self.own_optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                y_pred = model(x, training=True)
+                loss = self.loss_fn(y, y_pred)
+            optimizer.apply(tape.gradient(loss, model.trainable_weights), model.trainable_weights)
+            self.accuracy.update_state(y, y_pred)
+        return {"accuracy": self.accuracy.result()}
+
+    def members_state(self):
+        arrays = {}
+        for i, optimizer in enumerate(self.own_optimizers):
+            arrays |= variables(f"w/{i:02d}", self.members[i].weights)
+            arrays |= variables(f"o/{i:02d} {optimizer.name}", optimizer.variables)
+        return arrays
+
+
+def side_by_side(env, make):
+    with env.scope():
+        model = SideBySide(make())
+        model.compile()
+        for member, optimizer in zip(model.members, model.own_optimizers, strict=True):
+            optimizer.build(member.trainable_weights)
+    history = model.fit(X, Y, batch_size=16, shuffle=False, verbose=0)
+    return model.members_state() | by_name("log", history.history)
+
+
+@CASES.case(topologies=("2x1", "2x2"))
+def optimizers_side_by_side(env):
+    """Those that have a case of their own only on two devices of one process."""
+    make = (
+        lambda: sgd(momentum=0.9, nesterov=True),
+        lambda: optimizers.AdamW(0.01, weight_decay=0.1),
+        lambda: optimizers.Lion(0.003),
+        lambda: sgd(clipnorm=0.05),
+        lambda: sgd(clipvalue=0.01),
+        lambda: sgd(use_ema=True, ema_momentum=0.9),
+        lambda: sgd(gradient_accumulation_steps=4, global_clipnorm=0.05),
+        lambda: optimizers.RMSprop(0.01),
+        lambda: optimizers.Lamb(0.01),
+    )
+    return side_by_side(env, lambda: [(mlp(), optimizer()) for optimizer in make])
+
+
+@CASES.case(topologies=("2x1", "2x2"))
+def models_side_by_side(env):
+    """Likewise: functional, shared, recurrent, convolutional, embedded, normalised."""
+
+    def functional():
+        x = keras.Input((8,))
+        return keras.Model(x, layers.Dense(2)(layers.Concatenate()([layers.Dense(4)(x), x])))
+
+    def shared():
+        layer = layers.Dense(8, "tanh")
+        x = keras.Input((8,))
+        return keras.Model(x, layers.Dense(2)(layer(layer(x)) + layer(x * 0.5)))
+
+    def stack(*middle):
+        return keras.Sequential([keras.Input((8,)), *middle, layers.Dense(2)])
+
+    def make():
+        models = (
+            functional(),
+            shared(),
+            stack(layers.Reshape((4, 2)), layers.LSTM(4)),
+            stack(layers.Reshape((8, 1)), layers.Conv1D(3, 3), layers.Flatten()),
+            stack(layers.Discretization([-1.0, 0, 1]), layers.Embedding(4, 3), layers.Flatten()),
+            stack(layers.Dense(4), layers.BatchNormalization(momentum=0.5, synchronized=True)),
+            stack(layers.Dense(4), layers.LayerNormalization()),
+        )
+        return [(model, adam()) for model in models]
+
+    return side_by_side(env, make)
+
+
 def mixed(policy):
     return lambda: keras.Sequential(
         [
@@ -90,7 +194,7 @@ def mixed_float16(env):
     return train(env, mixed("mixed_float16"), scaled)[1]
 
 
-@CASES.case(tolerance=2e-2, topologies=TWO)
+@CASES.case(tolerance=2e-2)
 def mixed_bfloat16(env):
     return train(env, mixed("mixed_bfloat16"))[1]
 
@@ -118,12 +222,12 @@ def execution_3_steps(env):
     return arrays | by_name("eval", model.evaluate(X, Y, 16, verbose=0, return_dict=True))
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def execution_5_steps(env):
     return train(env, optimizer=adam, compile_args={"steps_per_execution": 5})[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def execution_3_steps_clipped_accumulated(env):
     return train(
         env,
@@ -140,7 +244,7 @@ def eager(env):
     return arrays | {"pred/y": model.predict(X[:37], verbose=0)}
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=LOCAL)
 def jit_auto(env):
     return train(env, compile_args={"jit_compile": "auto"})[1]
 
@@ -165,7 +269,7 @@ def jit_on(env):
     return {"w/equal": True}
 
 
-def loss_case(name, loss, topologies=TWO, **kwargs):
+def loss_case(name, loss, topologies=LOCAL, **kwargs):
     CASES.case(name=name, topologies=topologies)(lambda env: train(env, loss=loss, **kwargs)[1])
 
 
@@ -173,7 +277,7 @@ _WEIGHTS = np.linspace(0.1, 2.0, 320).astype("float32")
 _WEIGHTS[::7] = 0.0
 _UNEVEN = {"x": X[:315], "y": Y[:315]}
 
-loss_case("reduction_sum", lambda: cross_entropy(reduction="sum"))
+loss_case("reduction_sum", lambda: cross_entropy(reduction="sum"), TWO)
 loss_case("reduction_sum_uneven", lambda: cross_entropy(reduction="sum"), **_UNEVEN)
 loss_case("reduction_mean", lambda: cross_entropy(reduction="sum_over_batch_size"), **_UNEVEN)
 loss_case(
@@ -196,7 +300,7 @@ loss_case(
 )
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=LOCAL)
 def weights_all_zero_on_one_replica(env):
     """The first half of each batch weighs nothing."""
     weights = np.where(np.arange(320) % 16 < 8, 0.0, 1.5).astype("float32")
@@ -207,7 +311,7 @@ def weights_all_zero_on_one_replica(env):
     return train(env, loss=loss, sample_weight=weights)[1]
 
 
-@CASES.case(topologies=TWO)
+@CASES.case(topologies=WORKERS)
 def fit_twice_and_recompile(env):
     """Training goes on where it stopped; a new compile with a frozen layer takes effect."""
     model, first = train(env, optimizer=adam, x=X[:160], y=Y[:160])
