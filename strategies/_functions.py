@@ -34,14 +34,14 @@ def training_function(
 
     @tf.autograph.experimental.do_not_convert
     def replica_step(data, total_rows):
-        with tracing(Step(strategy, _input.rows_of(data), total_rows)) as step:
+        step = Step(strategy, _input.rows_of(data), total_rows)
+        with tracing(step), _after(data, total_rows):
             logs = step_fn(data)
             return finish(step, logs, metrics_behind(logs))
 
     @tf.autograph.experimental.do_not_convert
     def one_step(data, total_rows):
-        with _needs(strategy, (data, total_rows)):
-            outputs = strategy.run(replica_step, args=(data, total_rows))
+        outputs = strategy.run(replica_step, args=(data, total_rows))
         return _first_replica(strategy, outputs)
 
     if not run_eagerly:
@@ -101,13 +101,13 @@ def predict_function(strategy, step_fn, *, run_eagerly, jit_compile):
 
     @tf.autograph.experimental.do_not_convert
     def replica_step(data, total_rows):
-        with tracing(Step(strategy, _input.rows_of(data), total_rows)):
+        step = Step(strategy, _input.rows_of(data), total_rows)
+        with tracing(step), _after(data, total_rows):
             return step_fn(data)
 
     @tf.autograph.experimental.do_not_convert
     def on_data(data, total_rows):
-        with _needs(strategy, (data, total_rows)):
-            outputs = strategy.run(replica_step, args=(data, total_rows))
+        outputs = strategy.run(replica_step, args=(data, total_rows))
         return all_rows(strategy, outputs)
 
     if not run_eagerly:
@@ -206,16 +206,14 @@ def _gather(strategy, rows):
     return gathered
 
 
-def _needs(strategy, data):
-    """Context manager: nothing in it runs before all of ``data`` is there.
+def _after(*data):
+    """Context manager: nothing in it runs before all of ``data``, nests of tensors, is there.
 
     So where the data has ended, not even those parts of a step run that do not look at the data
     (the count of iterations, weight decay, moving averages of weights).
     """
-    per_replica = tf.nest.flatten(data, expand_composites=False)
-    values = [strategy.experimental_local_results(v) for v in per_replica]
-    tensors = [t for t in tf.nest.flatten(values, expand_composites=True) if tf.is_tensor(t)]
-    return tf.control_dependencies(tensors)
+    tensors = tf.nest.flatten(data, expand_composites=True)
+    return tf.control_dependencies([t for t in tensors if tf.is_tensor(t)])
 
 
 def _first_replica(strategy, outputs):
