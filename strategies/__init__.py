@@ -8,5 +8,6 @@ if __name__ != "tfdist.strategies":
 
 from tfdist.strategies.mirrored import MirroredStrategy
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
+from tfdist.strategies.tpu import TPUStrategy
 
-__all__ = ["MirroredStrategy", "MultiWorkerMirroredStrategy"]
+__all__ = ["MirroredStrategy", "MultiWorkerMirroredStrategy", "TPUStrategy"]

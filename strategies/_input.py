@@ -221,9 +221,7 @@ def _split(strategy, dataset, board, *, static=True):
             )
 
         kept = dataset.flat_map(local_parts)
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
-    kept = kept.prefetch(tf.data.AUTOTUNE).with_options(options)
+    kept = kept.prefetch(tf.data.AUTOTUNE)
     distributed = extended._plain_datasets_from_function(lambda _: kept)
     if board is not None:
         # One stream: a worker that sees another number of batches than the others would leave

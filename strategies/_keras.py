@@ -303,6 +303,7 @@ def _exchange_before_looking(stock):
         strategy = _replica_strategy()
         if strategy is None or len(grads) == 0:
             return stock(self, grads, trainable_variables)
+        _build_outside_of_step(self, trainable_variables)
         # A sum is finite only where every replica's gradient is, so all replicas take the same
         # branch; and no collective is left inside of it.
         variables = trainable_variables or self._trainable_variables
@@ -315,6 +316,35 @@ def _exchange_before_looking(stock):
             del _marks()[inner]
 
     return apply
+
+
+@_replaces(base_optimizer.BaseOptimizer, "apply", ["self", "grads", "trainable_variables"])
+def _build_first(stock):
+    def apply(self, grads, trainable_variables=None):
+        if _replica_strategy() is not None and trainable_variables is not None and len(grads) > 0:
+            trainable_variables = list(trainable_variables)
+            _build_outside_of_step(self, trainable_variables)
+        return stock(self, grads, trainable_variables)
+
+    return apply
+
+
+def _build_outside_of_step(optimizer, variables):
+    """Makes the optimizer's variables eagerly, where a step's first use would trace them.
+
+    (A ``tf.function`` that makes variables runs inside of a ``tf.cond`` the first time, in which
+    collectives cannot run.)
+    """
+    if optimizer.built or variables is None:
+        return
+
+    def build(_):
+        with tf.init_scope(), keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(variables)
+            optimizer.built = True
+
+    # All replicas come here before any of them goes on, so all see an optimizer not built yet.
+    tf.distribute.get_replica_context().merge_call(build)
 
 
 @_replaces(
@@ -455,6 +485,10 @@ def _may_compile(trainer, strategy):
 def _build_from_spec(stock):
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         source = getattr(iterator, "_distributed_dataset", None)
+        is_ours = _strategy_of(self._distribute_strategy) is not None
+        if is_ours and type(self).call in (keras.Model.call, keras.Layer.call):
+            # A model that is all train_step (a GAN, say) has nothing that could be called.
+            return None
         if isinstance(source, _input.StepInput):
             # The specification is enough: no data is read, so a generator loses nothing.
             iterator = None
@@ -737,7 +771,7 @@ class Together(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
         self._wants_to_stop = False
-        rate = getattr(self.model.optimizer, "learning_rate", None)
+        rate = getattr(getattr(self.model, "optimizer", None), "learning_rate", None)
         if not hasattr(rate, "assign"):
             return  # a schedule, which depends on the step alone
         chief_rate = self._board.from_chief("learning rate", float(rate.numpy()))
@@ -767,8 +801,8 @@ class Together(keras.callbacks.Callback):
         self._board.barrier("end of fit")
 
     def _variables(self):
-        model, optimizer = self.model, self.model.optimizer
-        variables = [*model.variables, *(optimizer.variables if optimizer else ())]
+        optimizer = getattr(self.model, "optimizer", None)
+        variables = [*self.model.variables, *(optimizer.variables if optimizer else ())]
         unique = {id(v.value): v.value for v in variables}
         return [
             v for v in unique.values() if not isinstance(v, distribute_values.SyncOnReadVariable)

@@ -114,7 +114,7 @@ class ReplicatedExtended:
         dense = [i for i, g in enumerate(gradients) if not isinstance(g, tf.IndexedSlices)]
         sparse = [i for i in range(len(gradients)) if i not in dense]
         dense.reverse()  # back-propagation makes the last variable's gradient first
-        reduced = bucketed_sum([gradients[i] for i in dense], self._all_reduce_bucket)
+        reduced = self._all_reduce_dense([gradients[i] for i in dense])
         for i, value in zip(dense, reduced, strict=True):
             sums[i] = value
         if sparse:
@@ -122,6 +122,9 @@ class ReplicatedExtended:
             for i, value in zip(sparse, reduced, strict=True):
                 sums[i] = value
         return sums
+
+    def _all_reduce_dense(self, gradients):
+        return bucketed_sum(gradients, self._all_reduce_bucket)
 
     def _collectives(self):
         """The cross-device operations among the compute devices of all workers."""

@@ -1,0 +1,27 @@
+"""Every example runs, for two steps; those for two workers under ``tfdist run``."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(example, tmp_path):
+    command = [sys.executable, str(example), "--epochs", "1", "--steps", "2"]
+    if "two_workers" in example.stem:
+        command[1:1] = ["-m", "tfdist.launch", "run", "-n", "2"]
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "2 replicas" in done.stdout
+
+
+def test_there_are_examples():
+    assert len(EXAMPLES) >= 3
