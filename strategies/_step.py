@@ -122,8 +122,10 @@ def finish(step, outputs, metrics=None):
         ``outputs``, the same on every replica.
     """
     flat = tf.nest.flatten(outputs, expand_composites=False)
+    flat = [v.read_value() if isinstance(v, tf.Variable) else v for v in flat]
     if metrics is None:
-        averaged = [i for i, v in enumerate(flat) if tf.is_tensor(v) and v.dtype.is_floating]
+        floats = [tf.is_tensor(v) and tf.as_dtype(v.dtype).is_floating for v in flat]
+        averaged = [i for i, is_float in enumerate(floats) if is_float]
         logs = [step.scale(flat[i]) for i in averaged]
     else:
         logs = metrics.read()

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import keras
 import numpy as np
+import tensorflow as tf
 from keras import layers
 
 TOPOLOGIES = ("mirrored2", "2x1", "2x2")
@@ -66,6 +67,15 @@ WORDS = np.array(["red", "green", "blue", "black", "white"])[_random.randint(0, 
 TOKENS = _random.randint(1, 20, (320, 6)).astype("int32")
 LENGTHS = np.where(np.arange(320) % 4 < 2, 6, 1 + np.arange(320) % 5)  # uneven over any halves
 PADDED = np.where(np.arange(6)[None, :] < LENGTHS[:, None], TOKENS, 0).astype("int32")
+
+
+def batches_of(*sizes):
+    """A dataset of batches of just these sizes."""
+    cuts = np.cumsum([0, *sizes])
+    return tf.data.Dataset.from_generator(
+        lambda: ((X[a:b], Y[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)),
+        output_signature=(tf.TensorSpec((None, 8)), tf.TensorSpec((None,), tf.int32)),
+    ).apply(tf.data.experimental.assert_cardinality(len(sizes)))
 
 
 def cross_entropy(**kwargs):

@@ -16,6 +16,7 @@ from case_table import (
     X,
     Y,
     adam,
+    batches_of,
     by_name,
     train,
 )
@@ -155,6 +156,15 @@ def workers_with_different_numbers_of_batches(env):
     return feed(env, env.strategy.distribute_datasets_from_function(make))[1]
 
 
+def without_counter(arrays):
+    """Drops the optimizer's counter.
+
+    Where the number of batches is unknown, one process sees the end of the data only in the step
+    after the last, and at times counts that step (Keras 3.15) although it trains nothing.
+    """
+    return {key: value for key, value in arrays.items() if not key.endswith(" iteration")}
+
+
 def generate(x=X, y=Y, size=BATCH):
     for start in range(0, len(x), size):
         yield x[start : start + size], y[start : start + size]
@@ -163,7 +173,7 @@ def generate(x=X, y=Y, size=BATCH):
 @CASES.case(topologies=TWO)
 def generator(env):
     """Every batch is used once: the one that builds the model is not lost."""
-    return feed(env, generate(), shuffle=None)[1]
+    return without_counter(feed(env, generate(), shuffle=None)[1])
 
 
 @CASES.case(topologies=WORKERS)
@@ -172,7 +182,7 @@ def generator_uneven_first_batch(env):
         yield X[:5], Y[:5]
         yield from generate(X[5:], Y[5:])
 
-    return feed(env, uneven(), shuffle=None)[1]
+    return without_counter(feed(env, uneven(), shuffle=None)[1])
 
 
 class Pages(keras.utils.PyDataset):
@@ -302,7 +312,7 @@ def infinite_generator(env):
 def unknown_cardinality(env):
     """A filter hides the number of batches."""
     data = tf.data.Dataset.from_tensor_slices((X, Y)).filter(lambda x, y: x[0] > -1.0)
-    return feed(env, data.batch(BATCH), epochs=2)[1]
+    return without_counter(feed(env, data.batch(BATCH), epochs=2)[1])
 
 
 # ---------------------------------------------------------------------------- uneven batches
@@ -340,12 +350,7 @@ uneven_case(
 @CASES.case(topologies=WORKERS)
 def uneven_dataset(env):
     """Uneven batches in the middle of an epoch, too."""
-    cuts = np.cumsum([0, 16, 3, 16, 1, 15, 16, 2, 16])
-    data = tf.data.Dataset.from_generator(
-        lambda: ((X[a:b], Y[a:b]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)),
-        output_signature=(tf.TensorSpec((None, 8)), tf.TensorSpec((None,), tf.int32)),
-    )
-    return feed(env, data, epochs=2)[1]
+    return feed(env, batches_of(16, 3, 16, 1, 15, 16, 2, 16), epochs=2)[1]
 
 
 # ------------------------------------------------------------------------------- shuffling

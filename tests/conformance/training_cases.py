@@ -11,6 +11,7 @@ from case_table import (
     X,
     Y,
     adam,
+    batches_of,
     by_name,
     cross_entropy,
     mlp,
@@ -67,11 +68,8 @@ for _make in (
 
 @CASES.case(topologies=TWO)
 def accumulation_uneven(env):
-    """Windows of three batches, one of which has 11 rows, another 1."""
-    x = tf.data.Dataset.from_generator(
-        lambda: ((X[a:b], Y[a:b]) for a, b in zip(_CUTS[:-1], _CUTS[1:], strict=True)),
-        output_signature=(tf.TensorSpec((None, 8)), tf.TensorSpec((None,), tf.int32)),
-    )
+    """Windows of three batches; one has a batch of 11 rows, one ends with a single row."""
+    x = batches_of(16, 11, 16, 16, 16, 1, 16, 16, 16, 15, 16, 16)
     return train(
         env,
         optimizer=lambda: sgd(gradient_accumulation_steps=3),
@@ -80,9 +78,6 @@ def accumulation_uneven(env):
         batch_size=None,
         shuffle=None,
     )[1]
-
-
-_CUTS = np.cumsum([0, 16, 11, 16, 16, 16, 1, 16, 16, 16, 15, 16, 16])
 
 
 class SideBySide(keras.Model):
@@ -166,7 +161,10 @@ def models_side_by_side(env):
             stack(layers.Reshape((4, 2)), layers.LSTM(4)),
             stack(layers.Reshape((8, 1)), layers.Conv1D(3, 3), layers.Flatten()),
             stack(layers.Discretization([-1.0, 0, 1]), layers.Embedding(4, 3), layers.Flatten()),
-            stack(layers.Dense(4), layers.BatchNormalization(momentum=0.5, synchronized=True)),
+            stack(
+                layers.Dense(4, use_bias=False),
+                layers.BatchNormalization(momentum=0.5, synchronized=True),
+            ),
             stack(layers.Dense(4), layers.LayerNormalization()),
         )
         return [(model, adam()) for model in models]
