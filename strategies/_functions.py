@@ -18,8 +18,9 @@ def training_function(
     Args:
         strategy: the strategy that runs the steps.
         step_fn: ``step_fn(data) -> logs``, run by each replica on its rows.
-        metrics_behind: ``metrics_behind(logs)``, the :class:`~tfdist.strategies._step.MetricState`
-            whose results ``logs`` are, or None where they are something else.
+        metrics_behind: ``metrics_behind(step, logs)``, the
+            :class:`~tfdist.strategies._step.MetricState` of the metrics whose results are among
+            ``logs``, or None.
         steps_per_execution: scalar int, the steps that one call runs at most.
         run_eagerly: whether to run op by op.
         jit_compile: whether to compile the replica's step (one replica only).
@@ -37,7 +38,7 @@ def training_function(
         step = Step(strategy, _input.rows_of(data), total_rows)
         with tracing(step), _after(data, total_rows):
             logs = step_fn(data)
-            return finish(step, logs, metrics_behind(logs))
+            return finish(step, logs, metrics_behind(step, logs))
 
     @tf.autograph.experimental.do_not_convert
     def one_step(data, total_rows):

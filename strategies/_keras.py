@@ -35,7 +35,7 @@ from tensorflow.python.ops import resource_variable_ops
 from tfdist.strategies import _functions, _input
 from tfdist.strategies._agreement import digest
 from tfdist.strategies._saving import write_once
-from tfdist.strategies._step import MetricState, current_step
+from tfdist.strategies._step import MetricState, current_step, zero_without_rows
 
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 OLDEST_KERAS = (3, 8)
@@ -379,6 +379,8 @@ def _weight_by_rows(optimizer, gradients, variables):
         gradient = tf.ensure_shape(gradient, variable.shape)
         return gradient if is_weighted else gradient * tf.cast(step.share, gradient.dtype)
 
+    if step is not None:
+        gradients = zero_without_rows(step, list(gradients))
     return [weight(g, v) for g, v in zip(gradients, variables, strict=True)]
 
 
@@ -448,23 +450,28 @@ def _make_predict_function(stock):
     return make_predict_function
 
 
-def _metrics_behind(trainer, logs):
-    """The state of the trainer's metrics if ``logs`` are their results, else None.
-
-    By the same rule as Keras, which at the end of an epoch replaces such logs by the metrics'.
-    """
-    if not isinstance(logs, dict) or set(logs) != set(trainer.get_metrics_result()):
+def _metrics_behind(trainer, step, logs):
+    """The state of those metrics that ``step`` has updated and whose results are in ``logs``."""
+    if not isinstance(logs, dict):
         return None
-    variables = [v for metric in trainer.metrics for v in metric.variables]
 
-    def read():
-        return [tf.convert_to_tensor(v) for v in variables]
+    def results_of(metric):
+        result = metric.result()
+        return result if isinstance(result, dict) else {metric.name: result}
+
+    def is_logged(metric):
+        is_updated = any(id(v.value) in step.updated_metrics for v in metric.variables)
+        return is_updated and not logs.keys().isdisjoint(results_of(metric))
+
+    metrics = [metric for metric in trainer.metrics if is_logged(metric)]
+    variables = [v for metric in metrics for v in metric.variables]
 
     def results(values):
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
-            return trainer.get_metrics_result()
+            everything = {k: v for metric in metrics for k, v in results_of(metric).items()}
+        return {k: v for k, v in everything.items() if k in logs}
 
-    return MetricState(read, results)
+    return MetricState([tf.convert_to_tensor(v) for v in variables], results)
 
 
 def _may_compile(trainer, strategy):

@@ -14,7 +14,7 @@ from tensorflow.python.ops import collective_ops, resource_variable_ops
 
 from tfdist.collectives import bucketed_sum
 from tfdist.strategies import _keras, _saving
-from tfdist.strategies._step import StepAveragedVariable, current_step
+from tfdist.strategies._step import MetricVariable, StepAveragedVariable
 
 _PARALLEL_COLLECTIVES = 4
 _num_strategies = itertools.count()
@@ -87,6 +87,8 @@ class ReplicatedExtended:
                 variable.__class__ = StepAveragedVariable
             elif variable.shape.rank == 0:
                 variable.__class__ = ScalarVariable
+        elif type(variable) is values.SyncOnReadVariable:
+            variable.__class__ = MetricVariable
         return variable
 
     def _plain_datasets_from_function(self, dataset_fn):
@@ -104,9 +106,6 @@ class ReplicatedExtended:
         """
         if self._num_replicas_in_sync == 1:
             return gradients
-        step = current_step()
-        if step is not None:
-            gradients = _zero_without_rows(gradients, step.has_rows)
         replica = distribute_lib.get_replica_context()
         if context.executing_eagerly():
             return replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
@@ -201,20 +200,3 @@ def _is_called_from_control_flow():
             return True
         graph = graph.outer_graph
     return False
-
-
-def _zero_without_rows(gradients, has_rows):
-    """Zeros where this replica had no rows, so that a mean over nothing (NaN) adds nothing."""
-    if context.executing_eagerly():
-        return gradients if has_rows else [_zeros_like(g) for g in gradients]
-    if tf.get_static_value(has_rows):
-        return gradients
-    return tf.cond(has_rows, lambda: list(gradients), lambda: [_zeros_like(g) for g in gradients])
-
-
-def _zeros_like(gradient):
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.zeros_like(gradient.values), gradient.indices, gradient.dense_shape
-        )
-    return tf.zeros_like(gradient)

@@ -35,6 +35,7 @@ class Step:
         self.share = tf.math.divide_no_nan(self.rows, self.total_rows)
         self.has_rows = self.rows > 0
         self.touched = []  # StepAveragedVariables assigned in this step, in order
+        self.updated_metrics = set()  # ids of the MetricVariables assigned in this step
         self.weighted = set()  # ids of the optimizers that weighted their loss by the share
 
     def sum(self, tensors):
@@ -108,41 +109,87 @@ class StepAveragedVariable(values.MirroredVariable):
         return self._get_on_device_or_primary()
 
 
-def finish(step, outputs, metrics=None):
+class MetricVariable(values.SyncOnReadVariable):
+    """A sum that each replica keeps for its own rows; a step knows which of them it has updated."""
+
+    def _update_replica(self, update_fn, value, **kwargs):
+        step = current_step()
+        if step is not None:
+            step.updated_metrics.add(id(self))
+        return super()._update_replica(update_fn, value, **kwargs)
+
+
+class MetricState(NamedTuple):
+    """Metrics that a step has updated: their state, and the results for a given state."""
+
+    state: list[tf.Tensor]
+    results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]]
+
+
+def finish(step, logs, metrics=None):
     """Ends a replica's step: reduces logs and layer state over all replicas, in one collective.
 
     Args:
         step: the replica's :class:`Step`.
-        outputs: what the step function returned, a nest.
-        metrics: a :class:`MetricState` where ``outputs`` are the results of metrics; these are
-            then computed anew from the states of all replicas. Otherwise the float tensors in
-            ``outputs`` are averaged, weighted by rows.
+        logs: what the step function returned, a nest.
+        metrics: a :class:`MetricState` where (some of) the ``logs`` are results of metrics; these
+            are computed anew from the states of all replicas. All other float tensors in ``logs``
+            are averaged, weighted by rows.
 
     Returns:
-        ``outputs``, the same on every replica.
+        The logs, the same on every replica.
     """
-    flat = tf.nest.flatten(outputs, expand_composites=False)
-    flat = [v.read_value() if isinstance(v, tf.Variable) else v for v in flat]
     if metrics is None:
-        floats = [tf.is_tensor(v) and tf.as_dtype(v.dtype).is_floating for v in flat]
-        averaged = [i for i, is_float in enumerate(floats) if is_float]
-        logs = [step.scale(flat[i]) for i in averaged]
-    else:
-        logs = metrics.read()
+        metrics = MetricState([], lambda _: {})
+    flat = tf.nest.flatten(logs, expand_composites=False)
+    flat = [v.read_value() if isinstance(v, tf.Variable) else v for v in flat]
+    floats = [tf.is_tensor(v) and tf.as_dtype(v.dtype).is_floating for v in flat]
+    averaged = [i for i, is_float in enumerate(floats) if is_float]
     copies = [variable.local_copy() for variable in step.touched]
-    summed = step.sum(logs + [step.scale(copy.read_value()) for copy in copies])
-    for copy, value in zip(copies, summed[len(logs) :], strict=True):
+    parts = [
+        metrics.state,
+        [step.scale(flat[i]) for i in averaged],
+        [step.scale(copy.read_value()) for copy in copies],
+    ]
+    summed = iter(step.sum([tensor for part in parts for tensor in part]))
+    state, averages, states_of_layers = ([next(summed) for _ in part] for part in parts)
+    for copy, value in zip(copies, states_of_layers, strict=True):
         # A batch without a single row (which only a broken pipeline makes) leaves the state alone.
         copy.assign(tf.where(step.total_rows > 0, value, copy.read_value()))
-    if metrics is not None:
-        return metrics.results(summed[: len(logs)])
-    for i, value in zip(averaged, summed[: len(logs)], strict=True):
+    for i, value in zip(averaged, averages, strict=True):
         flat[i] = value
-    return tf.nest.pack_sequence_as(outputs, flat)
+    logs = tf.nest.pack_sequence_as(logs, flat)
+    results = metrics.results(state)
+    return {**logs, **results} if results else logs
 
 
-class MetricState(NamedTuple):
-    """How to read the state of a model's metrics, and their results for a given state."""
+def zero_without_rows(step, gradients):
+    """Zeros where this replica has no rows, so that a mean over nothing (NaN) adds nothing.
 
-    read: Callable[[], list[tf.Tensor]]
-    results: Callable[[list[tf.Tensor]], dict[str, tf.Tensor]]
+    Args:
+        step: the :class:`Step`.
+        gradients: list of dense tensors, ``tf.IndexedSlices`` or None.
+    """
+    if tf.executing_eagerly():
+        return gradients if step.has_rows else [_zeros_like(g) for g in gradients]
+    if tf.get_static_value(step.has_rows):
+        return gradients
+    present = [i for i, g in enumerate(gradients) if g is not None]
+    safe = tf.cond(
+        step.has_rows,
+        lambda: [gradients[i] for i in present],
+        lambda: [_zeros_like(gradients[i]) for i in present],
+    )
+    result = list(gradients)
+    for i, gradient in zip(present, safe, strict=True):
+        result[i] = gradient
+    return result
+
+
+def _zeros_like(gradient):
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        values_ = tf.zeros_like(gradient.values)
+        return tf.IndexedSlices(values_, gradient.indices, gradient.dense_shape)
+    return tf.zeros_like(gradient)

@@ -376,6 +376,13 @@ def cases(request):
     return {case.name: case for case in load_cases(request.module.TABLE)}
 
 
+@pytest.fixture(scope="session")
+def case_names():
+    """The names of the cases of all tables."""
+    tables = (RUNNER.parent / "cases.py", RUNNER.parents[1] / "multi_worker" / "cases.py")
+    return {case.name for table in tables for case in load_cases(table)}
+
+
 @pytest.fixture
 def run_cases(tmp_path):
     """Runs cases of any table on a cluster of their own: ``run_cases(table, topology, names)``."""
