@@ -16,6 +16,7 @@ from tensorflow.python.distribute import (
 from tensorflow.python.eager import context
 
 from tfdist import __version__, cluster
+from tfdist.rendezvous import rendezvous
 from tfdist.strategies._agreement import Board
 from tfdist.strategies._replicated import Replicated, ReplicatedExtended, refuse_compression
 
@@ -86,7 +87,7 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
         together = members.num_workers > 1 and members.task_type in ("chief", "worker")
         if together:
             _require_fresh_context()
-            cluster.rendezvous(members, payload=_versions())
+            rendezvous(members, payload=_versions())
             _configure_coordination(members)
         extended = _MultiWorkerExtended(
             self,
@@ -99,7 +100,8 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
         distribute_lib.Strategy.__init__(self, extended)
         self.extended.board = None
         if together:
-            board = Board(members.rank, _labels(members), _AGREEMENT_TIMEOUT_SECONDS)
+            labels = [cluster.task_label(*task) for task, _ in cluster.training_tasks(members.jobs)]
+            board = Board(members.rank, labels, _AGREEMENT_TIMEOUT_SECONDS)
             self.extended.board = board
             board.require_same(
                 "strategy", {"number of local devices": len(self.extended.worker_devices)}
@@ -115,12 +117,6 @@ def _members(resolver):
     task = {"type": resolver.task_type, "index": resolver.task_id}
     config = json.dumps({"cluster": jobs, "task": task})
     return dataclasses.replace(cluster.resolve({"TF_CONFIG": config}), source="cluster_resolver")
-
-
-def _labels(members):
-    """The training tasks in the order of their ranks: ``["chief 0", "worker 0", ...]``."""
-    jobs = ("chief", "worker")
-    return [f"{job} {i}" for job in jobs for i in range(len(members.jobs.get(job, ())))]
 
 
 def _resolver(members):

@@ -15,7 +15,8 @@ import time
 import pytest
 
 from tfdist import cluster as clusters
-from tfdist.cluster import Cluster, ClusterError, PeersUnreachable, rendezvous, resolve
+from tfdist.cluster import Cluster, ClusterError, PeersUnreachable, resolve
+from tfdist.rendezvous import _Meeting, listen, rendezvous
 
 TWO_WORKERS = {"worker": ["a:2222", "b:2222"]}
 FIRST = {"type": "worker", "index": 0}
@@ -297,8 +298,9 @@ def test_tf_config_goes_before_mpi():
 
 RANK_SCRIPT = """
 from tfdist import cluster
+from tfdist.rendezvous import rendezvous
 own = cluster.resolve()
-cluster.rendezvous(own, timeout_seconds=20, payload={"shared": "yes"})
+rendezvous(own, timeout_seconds=20, payload={"shared": "yes"})
 print(own.source, own.rank, "of", own.num_workers, flush=True)
 """
 
@@ -342,13 +344,13 @@ def test_local_ports_are_different_and_free():
     ports = clusters.local_ports(20)
     assert len(set(ports)) == 20
     for port in ports:
-        clusters.listen(f"127.0.0.1:{port}").close()
+        listen(f"127.0.0.1:{port}").close()
 
 
 def test_taken_port_is_named_with_its_holder():
     address = f"127.0.0.1:{clusters.local_ports(1)[0]}"
-    with clusters.listen(address), pytest.raises(ClusterError, match="already taken") as caught:
-        clusters.listen(address)
+    with listen(address), pytest.raises(ClusterError, match="already taken") as caught:
+        listen(address)
     assert address in str(caught.value)
     if os.path.exists("/proc/net/tcp"):
         assert f"by process {os.getpid()} (" in str(caught.value)
@@ -362,12 +364,12 @@ def test_foreign_and_own_names_are_bound_on_all_interfaces(host, monkeypatch):
     )
     if host == "192.0.2.1":  # An address of nobody's, which stays what it is.
         monkeypatch.undo()
-    with clusters.listen(f"{host}:{clusters.local_ports(1)[0]}") as listener:
+    with listen(f"{host}:{clusters.local_ports(1)[0]}") as listener:
         assert listener.getsockname()[0] in ("::", "0.0.0.0")
 
 
 def test_loopback_addresses_are_bound_alone():
-    with clusters.listen(f"127.0.0.1:{clusters.local_ports(1)[0]}") as listener:
+    with listen(f"127.0.0.1:{clusters.local_ports(1)[0]}") as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
 
 
@@ -408,7 +410,7 @@ def test_all_meet_and_leave_nothing_behind(n):
     threads = threading.active_count()
     assert meet(tasks) == [None] * n
     for task in tasks:  # The port is free at once.
-        clusters.listen(task.address).close()
+        listen(task.address).close()
     assert threading.active_count() == threads
     if before is not None:
         assert open_sockets() <= before
@@ -499,7 +501,7 @@ def test_same_index_on_two_hosts_is_refused():
 
 def test_taken_port_is_refused_before_waiting():
     task = ranks(local_jobs(2))[0]
-    with clusters.listen(task.address), pytest.raises(ClusterError, match="already taken"):
+    with listen(task.address), pytest.raises(ClusterError, match="already taken"):
         rendezvous(task, timeout_seconds=60)
 
 
@@ -515,7 +517,7 @@ def stranger(address, greeting):
                     guest = guests.enter_context(listener.accept()[0])
                     guest.sendall(greeting)
 
-    with clusters.listen(address) as listener:
+    with listen(address) as listener:
         listener.settimeout(0.05)
         thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
@@ -570,7 +572,7 @@ def test_peer_that_is_restarted_after_it_answered_is_met_again():
     first, second, third = ranks(local_jobs(3))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         waiting = [pool.submit(rendezvous, task, timeout_seconds=20.0) for task in (first, second)]
-        with contextlib.closing(clusters._Meeting(third, {})) as killed:
+        with contextlib.closing(_Meeting(third, {})) as killed:
             killed.listen()
             deadline = time.monotonic() + 10
             while not all(peer.ready for peer in killed._peers.values()):
@@ -586,7 +588,7 @@ def test_peer_that_left_after_it_answered_is_not_taken_for_present():
     first, second = ranks(local_jobs(2))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(rendezvous, first, timeout_seconds=1.0)
-        with contextlib.closing(clusters._Meeting(second, {})) as killed:
+        with contextlib.closing(_Meeting(second, {})) as killed:
             killed.listen()
             while not killed._peers[0].ready:
                 killed._open_connections()
@@ -606,4 +608,4 @@ def test_privileged_port_is_refused_clearly(monkeypatch):
 
     monkeypatch.setattr(socket.socket, "bind", refuse)
     with pytest.raises(ClusterError, match="127.0.0.1:80 .*above 1023"):
-        clusters.listen("127.0.0.1:80")
+        listen("127.0.0.1:80")

@@ -16,6 +16,7 @@ import pytest
 
 from tfdist import cluster as clusters
 from tfdist import launch
+from tfdist.rendezvous import listen
 
 LAUNCH = [sys.executable, "-m", "tfdist.launch"]
 
@@ -470,8 +471,9 @@ def test_ctrl_c_on_a_terminal(script, pids):
 
 MEETS = """
     from tfdist import cluster
+    from tfdist.rendezvous import rendezvous
     own = cluster.resolve()
-    cluster.rendezvous(own, timeout_seconds=20)
+    rendezvous(own, timeout_seconds=20)
     print("met as", own.rank, "of", own.num_workers, "at", own.address)
 """
 
@@ -579,7 +581,7 @@ def test_measurement_begins_again_when_a_listener_of_the_rendezvous_closes():
     first, second = (f"127.0.0.1:{port}" for port in clusters.local_ports(2))
     one, other = (clusters.Cluster({"worker": (first, second)}, "worker", n, "") for n in (0, 1))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        with clusters.listen(second) as early:
+        with listen(second) as early:
             measured = pool.submit(launch.measure_peers, one)
             connection, _ = early.accept()
         connection.close()

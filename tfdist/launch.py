@@ -25,6 +25,7 @@ from typing import BinaryIO
 
 import tfdist
 from tfdist import cluster as clusters
+from tfdist.rendezvous import listen, rendezvous
 
 _LOCAL_STARTUP_TIMEOUT_SECONDS = 30.0
 _FIRST_PORT = 12345
@@ -794,7 +795,7 @@ def _examine_cluster(versions: Mapping[str, str], timeout_seconds: float | None)
         return True
     print("peers", flush=True)
     try:
-        clusters.rendezvous(cluster, timeout_seconds=timeout_seconds, payload=versions)
+        rendezvous(cluster, timeout_seconds=timeout_seconds, payload=versions)
         for label, address, seconds, rate in measure_peers(cluster):
             print(
                 f"  {label} at {address}: round trip {seconds * 1e3:.2f} ms, "
@@ -842,7 +843,7 @@ def measure_peers(cluster: clusters.Cluster) -> list[tuple[str, str, float, floa
 @contextlib.contextmanager
 def _echoing(cluster: clusters.Cluster, *, guests: int, deadline: float) -> Iterator[None]:
     """Echoes to this task's peers; on leaving, waits until all of them have been served."""
-    with clusters.listen(cluster.address) as listener:
+    with listen(cluster.address) as listener:
         listener.settimeout(_TICK_SECONDS)
         served = []
         thread = threading.Thread(target=_echo, args=(listener, guests, deadline, served))
