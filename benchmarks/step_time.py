@@ -62,7 +62,9 @@ class ContenderFailed(RuntimeError):
 
 def main(arguments=None):
     """Runs the benchmark; returns 1 if a contender failed, else 0."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parse(arguments)
+    host = machine()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
     python = Path(sys.executable) if options.no_venv else prepare_venv()
     versions = installed_versions(python)
@@ -75,8 +77,8 @@ def main(arguments=None):
     report = {
         "benchmark": "step_time",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.executable).name, *sys.argv],
-        "machine": machine(),
+        "command": ["python", "benchmarks/step_time.py", *arguments],
+        "machine": host,
         "versions": versions,
         "threads_per_process": options.threads,
         "workers": NUM_WORKERS,
@@ -203,7 +205,7 @@ def installed_versions(python):
 
 
 def machine():
-    """Describes the machine: processor, cores, system, and how busy it was."""
+    """Describes the machine: processor, cores, system, and how busy it is before the benchmark."""
     cpu = platform.processor() or platform.machine()
     with contextlib.suppress(OSError, AttributeError):
         cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text()).group(1)
@@ -418,7 +420,7 @@ def as_text(report):
     lines = [
         f"{report['machine']['cpu']}, {report['machine']['cores']} cores; {NUM_WORKERS} workers of "
         f"{report['threads_per_process']} thread(s); batch {report['batch_size']}; "
-        f"{report['rounds']} round(s)",
+        f"{report['rounds']} round(s); load average before: {report['machine']['load_average']}",
         ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
     ]
     groups = itertools.groupby(report["results"], key=lambda row: (row["model"], row["input"]))

@@ -219,6 +219,23 @@ def test_threads_are_shared_unless_they_are_set(monkeypatch):
     assert told == dict.fromkeys(names, "3")
 
 
+def test_gpus_are_shared_out():
+    workers, (server,) = launch.plan(workers=2, ps=1)[:2], launch.plan(workers=2, ps=1)[2:]
+    assert [t.job for t in (*workers, server)] == ["worker", "worker", "ps"]
+
+    def visible(task, num_gpus, environ=None):
+        return launch.gpu_variables(environ or {}, task, workers, num_gpus)
+
+    assert visible(workers[0], 4) == {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert visible(workers[1], 4) == {"CUDA_VISIBLE_DEVICES": "2,3"}
+    assert visible(workers[1], 3) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert visible(server, 4) == {"CUDA_VISIBLE_DEVICES": "-1"}
+    assert visible(workers[0], 0) == {}
+    assert visible(workers[0], 1, {"CUDA_VISIBLE_DEVICES": "0"}) == {}
+    with pytest.raises(launch.UsageError, match="2 workers .* but it has 1"):
+        visible(workers[0], 1)
+
+
 def test_ssh_command_quotes_everything(monkeypatch, tmp_path):
     folder = tmp_path / "it's here"
     folder.mkdir()

@@ -248,6 +248,40 @@ def thread_variables(
     return {name: share for name in _THREAD_VARIABLES if name not in environ}
 
 
+def gpu_variables(
+    environ: Mapping[str, str], task: Task, trainers: Sequence[Task], num_gpus: int
+) -> dict[str, str]:
+    """Environment variables that share this machine's GPUs among the processes that train.
+
+    Args:
+        environ: variables that are already there, which stay as they are.
+        task: the task to start.
+        trainers: all tasks on this machine that train.
+        num_gpus: GPUs of this machine.
+
+    Raises:
+        UsageError: there are fewer GPUs than tasks that train.
+    """
+    if num_gpus == 0 or "CUDA_VISIBLE_DEVICES" in environ or len(trainers) < 2:
+        return {}
+    if task not in trainers:
+        return {"CUDA_VISIBLE_DEVICES": "-1"}
+    share = num_gpus // len(trainers)
+    if share == 0:
+        raise UsageError(
+            f"{len(trainers)} workers on this machine need a GPU each, but it has {num_gpus}. "
+            "Start fewer, or set CUDA_VISIBLE_DEVICES (-1 trains on the CPU)."
+        )
+    first = trainers.index(task) * share
+    return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + share)))}
+
+
+def _num_gpus() -> int:
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    return 0
+
+
 def _num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
@@ -335,9 +369,11 @@ def _run(args: argparse.Namespace) -> int:
     # In stock TensorFlow the workers and servers of a chief that drives them wait for ever.
     chief_decides = args.ps > 0 and any(task.job == "chief" for task in local)
     with _Family(stop_with_stdin=args.stop_with_stdin) as family:
+        trainers = [task for task in local if task.job in ("chief", "worker")]
         for task in local:
             environ = {
                 **os.environ,
+                **gpu_variables(os.environ, task, trainers, _num_gpus()),
                 **thread_variables(os.environ, processes=len(local), threads=args.threads),
                 "TF_CONFIG": task_config(task, tasks, args.startup_timeout or default_timeout),
             }
