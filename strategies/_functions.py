@@ -4,6 +4,8 @@ They replace the ones that Keras would make. Everything between the fetch of the
 reduced logs is one ``tf.function``: no step goes through Python.
 """
 
+import contextlib
+
 import tensorflow as tf
 
 from tfdist.strategies import _input
@@ -269,12 +271,19 @@ def _without_absent(step_fn):
 
 
 def _for_batches_too(strategy, execution):
-    """Lets ``execution`` also take a Python iterator over global batches (``train_on_batch``)."""
+    """Lets ``execution`` also take a Python iterator over global batches (``train_on_batch``).
+
+    And limits its time.
+    """
+
+    watchdog = getattr(strategy.extended, "watchdog", None)
+    watching = contextlib.nullcontext if watchdog is None else watchdog.watching
 
     def function(iterator):
-        if isinstance(iterator, _input.StepIterator):
+        if not isinstance(iterator, _input.StepIterator):
+            batch = iterator if isinstance(iterator, tuple) else next(iterator)
+            iterator = iter(_input.from_batch(strategy, batch))
+        with watching():
             return execution(iterator)
-        batch = iterator if isinstance(iterator, tuple) else next(iterator)
-        return execution(iter(_input.from_batch(strategy, batch)))
 
     return function

@@ -19,8 +19,9 @@ from tfdist import __version__, cluster
 from tfdist.rendezvous import rendezvous
 from tfdist.strategies._agreement import Board
 from tfdist.strategies._replicated import Replicated, ReplicatedExtended, refuse_compression
+from tfdist.strategies._watchdog import Watchdog
 
-_COLLECTIVE_TIMEOUT_SECONDS = 1800.0
+_STEP_TIMEOUT_SECONDS = 1800.0
 _AGREEMENT_TIMEOUT_SECONDS = 600.0
 _FAREWELL_SECONDS = 30.0
 
@@ -68,8 +69,9 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
     Args:
         cluster_resolver: a ``tf.distribute.cluster_resolver.ClusterResolver``; by default the
             cluster is found by :func:`tfdist.cluster.resolve` (``TF_CONFIG``, MPI, Slurm).
-        communication_options: a ``tf.distribute.experimental.CommunicationOptions``; by default
-            collectives give up after 1800 s.
+        communication_options: a ``tf.distribute.experimental.CommunicationOptions``. Its
+            ``timeout_seconds``, by default 1800, limits the time of a step of ``fit``,
+            ``evaluate`` and ``predict``, tracing included.
         compression: None; reserved for gradient compression.
 
     Raises:
@@ -92,10 +94,7 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
         extended = _MultiWorkerExtended(
             self,
             cluster_resolver=_resolver(members if together else None),
-            communication_options=communication_options
-            or tf.distribute.experimental.CommunicationOptions(
-                timeout_seconds=_COLLECTIVE_TIMEOUT_SECONDS
-            ),
+            communication_options=_without_timeout(communication_options),
         )
         distribute_lib.Strategy.__init__(self, extended)
         self.extended.board = None
@@ -103,10 +102,20 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
             labels = [cluster.task_label(*task) for task, _ in cluster.training_tasks(members.jobs)]
             board = Board(members.rank, labels, _AGREEMENT_TIMEOUT_SECONDS)
             self.extended.board = board
+            timeout_seconds = getattr(communication_options, "timeout_seconds", None)
+            self.extended.watchdog = Watchdog(timeout_seconds or _STEP_TIMEOUT_SECONDS)
             board.require_same(
                 "strategy", {"number of local devices": len(self.extended.worker_devices)}
             )
             _leave_together(board)
+
+
+def _without_timeout(options):
+    """The options less the time limit, which the Watchdog takes over."""
+    options = options or tf.distribute.experimental.CommunicationOptions()
+    return tf.distribute.experimental.CommunicationOptions(
+        bytes_per_pack=options.bytes_per_pack, implementation=options.implementation
+    )
 
 
 def _members(resolver):
