@@ -119,12 +119,13 @@ class Board:
             self._insert(f"tfdist/{key}", value)
 
     def wait_for(self, key, seconds):
-        """Whether the notice ``key`` was posted within ``seconds``."""
+        """What was posted as ``key``; None when nothing is within ``seconds``."""
         try:
-            context.context().get_config_key_value(f"tfdist/{key}", max(1, int(seconds * 1000)))
-            return True
+            return context.context().get_config_key_value(
+                f"tfdist/{key}", max(1, int(seconds * 1000))
+            )
         except tf.errors.DeadlineExceededError:
-            return False
+            return None
 
     def _next_round(self, topic):
         self._rounds[topic] += 1

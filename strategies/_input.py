@@ -107,7 +107,7 @@ def distribute(strategy, dataset, *, board=None, num_batches=None, same_stream=F
     if board is not None and policy in (AutoShardPolicy.FILE, AutoShardPolicy.OFF):
         return _own(strategy, strategy.experimental_distribute_dataset(dataset), board)
     if board is not None and not same_stream:
-        _warn_of_unseeded_shuffle(dataset)
+        _warn_of_different_shuffles(dataset, board)
     if num_batches is not None and dataset.cardinality() < 0:
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(num_batches))
     return _split(strategy, dataset, board)
@@ -294,22 +294,23 @@ def _require_batched(element_spec):
             )
 
 
-def _warn_of_unseeded_shuffle(dataset):
+def _warn_of_different_shuffles(dataset, board):
+    seeds = []
     pending = [dataset]
     while pending:
         node = pending.pop()
         pending.extend(node._inputs())
-        seeds = getattr(node, "_seed", None), getattr(node, "_seed2", None)
-        is_shuffle = type(node).__name__ == "_ShuffleDataset"
-        if is_shuffle and all(seed is not None and int(seed) == 0 for seed in seeds):
-            warnings.warn(
-                "The dataset has a shuffle() without a seed, so every worker draws an order of "
-                "its own, and some rows are seen twice and others never. Use "
-                "dataset.shuffle(n, seed=...) or keras.utils.set_random_seed(...) before the "
-                "dataset is made.",
-                stacklevel=2,
-            )
-            return
+        if type(node).__name__ == "_ShuffleDataset":
+            seeds.append([int(node._seed), int(node._seed2)])
+    everyone = board.gather("shuffle", seeds)
+    if [0, 0] in seeds or any(theirs != seeds for theirs in everyone):
+        warnings.warn(
+            "The dataset has a shuffle() whose seed is not set, or not the same on all workers. So "
+            "every worker draws an order of its own, and some rows are seen twice and others "
+            "never. Use dataset.shuffle(n, seed=...) with one seed, or the same "
+            "keras.utils.set_random_seed(...) on all workers before the dataset is made.",
+            stacklevel=2,
+        )
 
 
 # --------------------------------------------------------------------------------------- own

@@ -31,23 +31,35 @@ def write_once(board, path, write):
         What ``write`` returned, None where another worker wrote.
     """
     path = os.fspath(path)
+    return _once(board, path, lambda: _write_atomically(path, write))
+
+
+def _once(board, path, write):
+    """Calls ``write()`` on the chief, and waits for it on the others."""
+    if board is None:
+        return write()
     _asked[path] += 1
     notice = f"saved/{os.path.abspath(path)}/{_asked[path]}"
-    if board is None:
-        return _write_atomically(path, write)
     if board.rank == 0:
         board.post(f"{notice}/begun")
-        result = _write_atomically(path, write)
-        board.post(f"{notice}/done")
+        try:
+            result = write()
+        except BaseException as error:
+            board.post(f"{notice}/done", f"{type(error).__name__}: {error}")
+            raise
+        board.post(f"{notice}/done", "written")
         return result
-    if board.wait_for(f"{notice}/begun", _CHIEF_BEGINS_SECONDS):
-        if not board.wait_for(f"{notice}/done", _CHIEF_WRITES_SECONDS):
-            raise TimeoutError(
-                f"The chief began to write {path} but did not finish within "
-                f"{_CHIEF_WRITES_SECONDS:.0f} s. Look at its disk and its log."
-            )
-        return None
-    return _write_atomically(path, write)
+    if board.wait_for(f"{notice}/begun", _CHIEF_BEGINS_SECONDS) is None:
+        return write()
+    outcome = board.wait_for(f"{notice}/done", _CHIEF_WRITES_SECONDS)
+    if outcome is None:
+        raise TimeoutError(
+            f"The chief began to write {path} but did not finish within "
+            f"{_CHIEF_WRITES_SECONDS:.0f} s. Look at its disk and its log."
+        )
+    if outcome != "written":
+        raise OSError(f"The chief could not write {path}. {outcome}")
+    return None
 
 
 def _write_atomically(path, write):
@@ -98,17 +110,8 @@ def install():
         if board is None:
             return stock(self, file_prefix, options=options)
         path = os.fspath(file_prefix)
-        _asked[path] += 1
-        notice = f"saved/{os.path.abspath(path)}/{_asked[path]}"
-        if board.rank == 0:
-            board.post(f"{notice}/begun")
-            written = stock(self, file_prefix, options=options)
-            board.post(f"{notice}/done")
-            return written
-        if board.wait_for(f"{notice}/begun", _CHIEF_BEGINS_SECONDS):
-            board.wait_for(f"{notice}/done", _CHIEF_WRITES_SECONDS)
-            return path
-        return stock(self, file_prefix, options=options)
+        written = _once(board, path, lambda: stock(self, file_prefix, options=options))
+        return path if written is None else written
 
     write._tfdist_stock = stock
     tf.train.Checkpoint.write = write
