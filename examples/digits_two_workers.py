@@ -37,7 +37,7 @@ with strategy.scope():
         [
             keras.Input((8, 8, 1)),
             keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
-            keras.layers.BatchNormalization(),
+            keras.layers.BatchNormalization(momentum=0.9),
             keras.layers.MaxPooling2D(),
             keras.layers.Conv2D(64, 3, padding="same", activation="relu"),
             keras.layers.Flatten(),

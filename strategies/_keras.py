@@ -11,6 +11,7 @@ import functools
 import inspect
 import os
 import random
+import sys
 import tempfile
 import threading
 import types
@@ -597,7 +598,12 @@ _replaces(_Trainer, "predict", ["self", "x", "batch_size", "verbose"])(_quiet)
 
 
 def _quiet_but_for_chief(verbose, board):
-    return 0 if verbose == "auto" and board.rank != 0 else verbose
+    """ "auto" is a progress bar for the chief's terminal, lines for its log, nothing for others."""
+    if verbose != "auto":
+        return verbose
+    if board.rank != 0:
+        return 0
+    return 1 if sys.stdout.isatty() else 2
 
 
 # ---------------------------------------------------------------------------------- input
