@@ -133,7 +133,8 @@ def resumed(env, interrupt, **backup_args):
     assert not list(directory.glob("**/*")), "the backup is deleted at the end"
     return {
         **arrays,
-        **{f"undisturbed/{key}": value for key, value in undisturbed.items()},
+        # (in order, since the second model's variables have names of their own)
+        **{f"undisturbed/{k}": v for k, v in zip(arrays, undisturbed.values(), strict=True)},
         "files": files,
         "local/writes": writes,
     }
@@ -241,10 +242,10 @@ def tensor_board(env):
 @CASES.case
 def early_stopping(env):
     """Stops at the same epoch as one process does and takes back the same weights."""
-    stop = callbacks.EarlyStopping("val_loss", patience=1, restore_best_weights=True)
+    stop = callbacks.EarlyStopping("val_loss", patience=0, restore_best_weights=True)
     _, arrays = train(
         env,
-        optimizer=lambda: keras.optimizers.SGD(2.0, 0.9),
+        optimizer=lambda: keras.optimizers.SGD(0.5, 0.9),
         **HALF,
         **VALIDATION,
         epochs=12,
