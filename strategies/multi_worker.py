@@ -2,8 +2,10 @@
 
 import atexit
 import contextlib
+import ctypes
 import dataclasses
 import json
+import platform
 import sys
 
 import keras
@@ -91,6 +93,7 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
             _require_fresh_context()
             rendezvous(members, payload=_versions())
             _configure_coordination(members)
+            _keep_freed_memory()
         extended = _MultiWorkerExtended(
             self,
             cluster_resolver=_resolver(members if together else None),
@@ -108,6 +111,20 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
                 "strategy", {"number of local devices": len(self.extended.worker_devices)}
             )
             _leave_together(board)
+
+
+def _keep_freed_memory():
+    """Lets the C library keep large buffers that are freed, instead of returning them each step.
+
+    A collective over gRPC allocates buffers of the size of what it sends. glibc maps each of them
+    anew, so that the kernel's page faults take more time than the arithmetic of a small model. The
+    process keeps the memory of its largest step. (M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of
+    mallopt(3); other C libraries are left alone.)
+    """
+    if platform.libc_ver()[0] == "glibc":
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 1 << 30)
+        mallopt(-1, (1 << 31) - 1)
 
 
 def _without_timeout(options):
