@@ -1,16 +1,21 @@
 """Files that every worker asks for are written once, by the chief, whole or not at all."""
 
 import contextlib
+import functools
 import inspect
 import os
 import shutil
+import threading
 from collections import Counter
 
 import tensorflow as tf
+from tensorflow.python.checkpoint import checkpoint as checkpoint_lib
+from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.distribute import values
 
 _CHIEF_BEGINS_SECONDS = 10.0
 _CHIEF_WRITES_SECONDS = 3600.0
+_thread = threading.local()
 _asked = Counter()  # how often this process asked for a path to be written
 
 
@@ -93,28 +98,66 @@ def _remove(path):
 
 
 def install():
-    """Makes ``tf.train.Checkpoint`` write once under tfdist's strategies; safe to call again."""
-    stock = tf.train.Checkpoint.write
+    """Makes ``tf.train.Checkpoint`` write once under tfdist's strategies; safe to call again.
+
+    ``write``, ``save`` and ``tf.train.CheckpointManager`` all end in ``Checkpoint._write``. A
+    worker that waits for the chief's files there keeps its own books (what the latest checkpoint
+    is, which ones to keep), but leaves the files to the chief.
+    """
+    stock = tf.train.Checkpoint._write
     if hasattr(stock, "_tfdist_stock"):
         return
-    parameters = list(inspect.signature(stock).parameters)
-    if parameters != ["self", "file_prefix", "options"]:
-        raise RuntimeError(
-            f"tfdist does not know tf.train.Checkpoint.write of TensorFlow {tf.__version__}: "
-            f"expected the parameters self, file_prefix and options, found {parameters}. "
-            "Install a TensorFlow that tfdist was tried with (see its README)."
-        )
+    _require_parameters(stock, ["self", "file_prefix", "options"])
+    run_callbacks = checkpoint_lib._execute_callbacks
+    _require_parameters(run_callbacks, ["callbacks", "save_path"])
 
-    def write(self, file_prefix, options=None):
+    def _write(self, file_prefix, options=None):
         board = _board_of(self)
         if board is None:
             return stock(self, file_prefix, options=options)
         path = os.fspath(file_prefix)
         written = _once(board, path, lambda: stock(self, file_prefix, options=options))
-        return path if written is None else written
+        if written is not None:
+            return written
+        callbacks = getattr(options, "experimental_write_callbacks", None)
+        with _following():
+            run_callbacks(callbacks or [], path)
+        return path
 
-    write._tfdist_stock = stock
-    tf.train.Checkpoint.write = write
+    _write._tfdist_stock = stock
+    tf.train.Checkpoint._write = _write
+    for name in ("update_checkpoint_state_internal", "_delete_file_if_exists"):
+        function = getattr(checkpoint_management, name)
+        setattr(checkpoint_management, name, _unless_following(function))
+
+
+def _require_parameters(function, expected):
+    found = list(inspect.signature(function).parameters)
+    if found != expected:
+        raise RuntimeError(
+            f"tfdist does not know {function.__qualname__} of TensorFlow {tf.__version__}: "
+            f"expected the parameters {', '.join(expected)}, found {found}. "
+            "Install a TensorFlow that tfdist was tried with (see its README)."
+        )
+
+
+@contextlib.contextmanager
+def _following():
+    """While this thread repeats what the chief has done, it touches no files."""
+    _thread.is_following = True
+    try:
+        yield
+    finally:
+        _thread.is_following = False
+
+
+def _unless_following(function):
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        if not getattr(_thread, "is_following", False):
+            function(*args, **kwargs)
+
+    return call
 
 
 def _board_of(trackable):

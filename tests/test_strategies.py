@@ -87,7 +87,7 @@ def test_each_step_is_traced_once(mirrored, steps_per_execution):
     assert model.traces == {"train": 2, "test": 2, "predict": 2}
 
 
-def test_stock_strategies_are_untouched():
+def test_stock_strategies_are_untouched(tmp_path):
     """Programs under other strategies, or none, get what they got before tfdist was used."""
     script = """
         import sys, numpy as np, tensorflow as tf, keras
@@ -115,7 +115,7 @@ def test_stock_strategies_are_untouched():
     outputs = []
     for how in ("with", "without"):
         command = [sys.executable, "-c", textwrap.dedent(script), how]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
         assert done.returncode == 0, done.stderr[-3000:]
         outputs.append([line for line in done.stdout.splitlines() if line.startswith("weights")])
     assert len(outputs[0]) == 2
@@ -185,7 +185,7 @@ def test_two_strategies_in_one_process(mirrored):
     assert_same(trained_weights(tfdist.MultiWorkerMirroredStrategy().scope()), expected)
 
 
-def test_use_of_tensorflow_before_the_strategy_is_refused():
+def test_use_of_tensorflow_before_the_strategy_is_refused(tmp_path):
     ports = local_ports(2)
     config = {
         "cluster": {"worker": [f"127.0.0.1:{port}" for port in ports]},
@@ -195,6 +195,7 @@ def test_use_of_tensorflow_before_the_strategy_is_refused():
     done = subprocess.run(
         [sys.executable, "-c", script],
         env=os.environ | {"TF_CONFIG": json.dumps(config)},
+        cwd=tmp_path,  # at the root of the repository, ./tfdist would hide the installed package
         capture_output=True,
         text=True,
         timeout=120,

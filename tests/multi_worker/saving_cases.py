@@ -1,11 +1,13 @@
 """Saving on all workers to one path, and restoring on all workers from it."""
 
+import os
+
 import keras
 import numpy as np
 import tensorflow as tf
 from case_table import BATCH, TOPOLOGIES, TWO, Table, X, Y, adam, by_name, cross_entropy, state
 from keras import layers
-from written_files import listing, writes_of_this_worker
+from written_files import checkpoints_of_this_worker, listing, writes_of_this_worker
 
 CASES = Table()
 
@@ -133,22 +135,39 @@ def saves_over_what_is_there(env):
     return state(model) | {"files": listing(env.directory), "local/writes": writes}
 
 
-@CASES.case(topologies=TWO, compare=("w/", "files"))
+def checkpoints_written_once(workers):
+    written_once(workers)
+    chief, *others = (list(arrays["local/checkpoints"]) for arrays in workers)
+    assert len(chief) == 6
+    assert all(written == [] for written in others), "only the chief writes"
+
+
+@CASES.case(topologies=TWO, compare=("w/", "files"), check=checkpoints_written_once)
 def checkpoint_manager(env):
-    """Four saves of which two are kept; the latest is restored."""
+    """Saves of which two are kept; the latest is restored. And Checkpoint.save, numbered too."""
     model = compiled(env)
     checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer)
     manager = tf.train.CheckpointManager(checkpoint, str(env.directory / "managed"), 2)
-    for start in range(0, 256, 64):
-        fit(model, slice(start, start + 64))
-        manager.save()
-    kept = state(model)
+    with (
+        checkpoints_of_this_worker() as checkpoints,
+        writes_of_this_worker(env.directory / "managed") as writes,
+    ):
+        for start in range(0, 256, 64):
+            fit(model, slice(start, start + 64))
+            assert manager.save() == manager.latest_checkpoint
+        kept = state(model)
+        numbered = [checkpoint.save(str(env.directory / "saved" / "ckpt")) for _ in range(2)]
     fit(model, FIRST)
-    env.barrier("saved")
-    files = listing(env.directory / "managed")
+    assert [os.path.basename(p) for p in manager.checkpoints] == ["ckpt-3", "ckpt-4"]
+    assert tf.train.latest_checkpoint(str(env.directory / "saved")) == numbered[1]
+    files = listing(env.directory)
+    env.barrier("listed")
     checkpoint.restore(manager.latest_checkpoint)
     assert_same(state(model), kept)
-    return state(model) | {"files": files}
+    fit(model, FIRST)
+    checkpoint.restore(numbered[1])
+    assert_same(state(model), kept)
+    return state(model) | {"files": files, "local/writes": writes, "local/checkpoints": checkpoints}
 
 
 def raised_everywhere(workers):

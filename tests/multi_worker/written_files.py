@@ -5,6 +5,7 @@ import os
 import sys
 
 import numpy as np
+from tensorflow.python.checkpoint import functional_saver
 
 _watched = {}
 _hook_is_installed = False
@@ -45,3 +46,20 @@ def _audit(event, arguments):
     for directory, written in _watched.items():
         if path.startswith(directory + os.sep):
             written.append(f"{event} {os.path.relpath(path, directory)}")
+
+
+@contextlib.contextmanager
+def checkpoints_of_this_worker():
+    """Collects the paths of TensorFlow checkpoints that this process writes (not in Python)."""
+    written = []
+    stock = functional_saver.MultiDeviceSaver.save
+
+    def save(self, file_prefix, *args, **kwargs):
+        written.append(str(file_prefix))
+        return stock(self, file_prefix, *args, **kwargs)
+
+    functional_saver.MultiDeviceSaver.save = save
+    try:
+        yield written
+    finally:
+        functional_saver.MultiDeviceSaver.save = stock
