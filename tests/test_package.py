@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = {"tfdist": ROOT / "tfdist", "tfdist.strategies": ROOT / "strategies"}
+FOLDERS = {
+    "tfdist": ROOT / "tfdist",
+    "tfdist.compression": ROOT / "tfdist" / "compression",
+    "tfdist.strategies": ROOT / "strategies",
+}
 
 
 def modules(package):
@@ -47,7 +51,9 @@ def test_no_tensorflow_in_the_launcher_and_the_cluster(name):
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent).returncode == 0
 
 
-@pytest.mark.parametrize("path", modules("tfdist"), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path", modules("tfdist") + modules("tfdist.compression"), ids=lambda p: p.stem
+)
 def test_core_does_not_import_strategies_or_keras(path):
     bad = {n for n in imported_by(path) if n.startswith(("tfdist.strategies", "keras"))}
     # doctor reports the version of Keras, nothing else of it.

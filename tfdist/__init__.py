@@ -13,7 +13,7 @@ _HOME = {
     "MultiWorkerMirroredStrategy": "tfdist.strategies",
     "TPUStrategy": "tfdist.strategies",
 }
-_MODULES = ("cluster", "collectives", "launch", "rendezvous", "strategies")
+_MODULES = ("cluster", "collectives", "compression", "launch", "rendezvous", "strategies")
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 

@@ -1,9 +1,9 @@
-"""All-reduce of many tensors through few, well-sized collectives.
+"""Many tensors through few, well-sized collectives.
 
 One collective has a fixed cost of milliseconds over gRPC, so small tensors travel together; a
 large one (100 MB) is several times slower per byte than the same bytes in pieces, because each
 collective's buffers are allocated anew, so large tensors are cut. Pure functions: tensors in,
-tensors out; how a tensor is summed is an argument.
+tensors out; how a bucket is summed is an argument.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,6 +58,19 @@ def plan_buckets(sizes: Sequence[int], bucket_size: int) -> list[list[Piece]]:
     return buckets
 
 
+def bucket_specs(specs: Sequence, bucket_bytes: int = BUCKET_BYTES) -> list[tf.TensorSpec]:
+    """The shape and dtype of each bucket in which :func:`bucketed_sum` sums such tensors.
+
+    Args:
+        specs: tensors, or ``tf.TensorSpec``.
+        bucket_bytes: the most bytes in a bucket.
+    """
+    return [
+        tf.TensorSpec([sum(p.stop - p.start for p in bucket)], dtype)
+        for dtype, _, bucket in _plan(specs, bucket_bytes)
+    ]
+
+
 def bucketed_sum(
     tensors: Sequence[tf.Tensor],
     all_reduce: Callable[[tf.Tensor, int], tf.Tensor],
@@ -82,30 +95,37 @@ def bucketed_sum(
                 f"bucketed_sum: expected tensors with static shapes, got tensors[{i}] of shape "
                 f"{tensor.shape}. Use tf.ensure_shape."
             )
-    sums: list = [None] * len(tensors)
-    launched = 0
-    for dtype in dict.fromkeys(t.dtype for t in tensors):
-        members = [i for i, t in enumerate(tensors) if t.dtype == dtype]
-        flat = [tf.reshape(tensors[i], [-1]) for i in members]
-        sizes = [tensors[i].shape.num_elements() for i in members]
-        parts: list[list[tf.Tensor]] = [[] for _ in members]
-        for bucket in plan_buckets(sizes, max(1, bucket_bytes // dtype.size)):
-            pieces = [_cut(flat[p.index], p, sizes[p.index]) for p in bucket]
-            vector = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
-            vector = all_reduce(vector, launched)
-            launched += 1
-            lengths = [p.stop - p.start for p in bucket]
-            cut = [vector] if len(bucket) == 1 else tf.split(vector, lengths)
-            for piece, part in zip(bucket, cut, strict=True):
-                parts[piece.index].append(part)
-        for i, pieces in zip(members, parts, strict=True):
-            if not pieces:  # a tensor without elements
-                sums[i] = tensors[i]
-                continue
-            whole = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
-            sums[i] = tf.reshape(whole, tensors[i].shape)
+    flat = [tf.reshape(tensor, [-1]) for tensor in tensors]
+    parts: list[list[tf.Tensor]] = [[] for _ in tensors]
+    for number, (_, members, bucket) in enumerate(_plan(tensors, bucket_bytes)):
+        pieces = [_cut(flat[members[p.index]], p) for p in bucket]
+        vector = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
+        vector = all_reduce(vector, number)
+        lengths = [p.stop - p.start for p in bucket]
+        cut = [vector] if len(bucket) == 1 else tf.split(vector, lengths)
+        for piece, part in zip(bucket, cut, strict=True):
+            parts[members[piece.index]].append(part)
+    sums = []
+    for tensor, pieces in zip(tensors, parts, strict=True):
+        if not pieces:  # a tensor without elements
+            sums.append(tensor)
+            continue
+        whole = pieces[0] if len(pieces) == 1 else tf.concat(pieces, 0)
+        sums.append(tf.reshape(whole, tensor.shape))
     return sums
 
 
-def _cut(vector, piece, size):
-    return vector if (piece.start, piece.stop) == (0, size) else vector[piece.start : piece.stop]
+def _plan(specs, bucket_bytes):
+    """Tuples of a dtype, the numbers of the tensors of that dtype, and one bucket of them."""
+    buckets = []
+    for dtype in dict.fromkeys(spec.dtype for spec in specs):
+        members = [i for i, spec in enumerate(specs) if spec.dtype == dtype]
+        sizes = [specs[i].shape.num_elements() for i in members]
+        plan = plan_buckets(sizes, max(1, bucket_bytes // dtype.size))
+        buckets += [(dtype, members, bucket) for bucket in plan]
+    return buckets
+
+
+def _cut(vector, piece):
+    whole = (0, vector.shape[0])
+    return vector if (piece.start, piece.stop) == whole else vector[piece.start : piece.stop]
