@@ -18,6 +18,7 @@ import types
 import warnings
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import tree
 from keras.src.backend.common import global_state
@@ -28,6 +29,7 @@ from keras.src.losses import loss as loss_module
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.saving import saving_api
+from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.trainers import epoch_iterator
 from keras.src.trainers.data_adapters import array_data_adapter, array_slicing
 from tensorflow.python.distribute import values as distribute_values
@@ -35,6 +37,7 @@ from tensorflow.python.ops import resource_variable_ops
 
 from tfdist.strategies import _functions, _input
 from tfdist.strategies._agreement import digest
+from tfdist.strategies._exchange import GradientExchange
 from tfdist.strategies._saving import write_once
 from tfdist.strategies._step import MetricState, current_step, zero_without_rows
 
@@ -277,7 +280,7 @@ def _exchange_once(stock):
         if mark is not None:
             return grads_and_vars
         tf_optimizer.filter_empty_gradients(grads_and_vars)  # warns, or raises if all are None
-        gradients = _exchange(strategy, [g for g, _ in grads_and_vars])
+        gradients = _exchange(strategy, self, *zip(*grads_and_vars, strict=True))
         return [(g, v) for g, (_, v) in zip(gradients, grads_and_vars, strict=True)]
 
     return _all_reduce_sum_gradients
@@ -289,7 +292,7 @@ def _clip_after_exchange(stock):
         strategy = _replica_strategy()
         clips = any(c and c > 0 for c in (self.clipnorm, self.global_clipnorm, self.clipvalue))
         if strategy is not None and clips and id(self) not in _marks():
-            grads = _exchange(strategy, grads)
+            grads = _exchange(strategy, self, grads, _exchanged.variables)
             _marks()[id(self)] = "next update"
         return stock(self, grads)
 
@@ -307,8 +310,14 @@ def _exchange_before_looking(stock):
         _build_outside_of_step(self, trainable_variables)
         # A sum is finite only where every replica's gradient is, so all replicas take the same
         # branch; and no collective is left inside of it.
-        variables = trainable_variables or self._trainable_variables
-        sums = _exchange(strategy, _weight_by_rows(self, grads, list(variables)))
+        variables = list(trainable_variables or self._trainable_variables)
+        grads = _weight_by_rows(self, grads, variables)
+        if strategy.compression is not None:
+            # Residuals must not depend on a scale that changes. (A power of two: exact.)
+            grads = _multiply(grads, 1 / tf.convert_to_tensor(self.dynamic_scale))
+        sums = _exchange(strategy, self.inner_optimizer, grads, variables)
+        if strategy.compression is not None:
+            sums = _multiply(sums, tf.convert_to_tensor(self.dynamic_scale))
         inner = id(self.inner_optimizer)
         _marks()[inner] = "held"
         try:
@@ -357,6 +366,7 @@ def _apply_weighted(stock):
     def _backend_apply_gradients(self, grads, trainable_variables):
         if _replica_strategy() is not None and id(self) not in _marks():
             grads = _weight_by_rows(self, grads, trainable_variables)
+        _exchanged.variables = trainable_variables  # for _clip_gradients, which is not told
         return stock(self, grads, trainable_variables)
 
     return _backend_apply_gradients
@@ -401,13 +411,70 @@ _replaces(base_optimizer.BaseOptimizer, "scale_loss", ["self", "loss"])(_weights
 _replaces(loss_scale_optimizer.LossScaleOptimizer, "scale_loss", ["self", "loss"])(_weights_loss)
 
 
-def _exchange(strategy, gradients):
+def _multiply(gradients, factor):
+    def multiply(gradient):
+        if gradient is None:
+            return None
+        if isinstance(gradient, tf.IndexedSlices):
+            values = gradient.values * tf.cast(factor, gradient.dtype)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return gradient * tf.cast(factor, gradient.dtype)
+
+    return [multiply(gradient) for gradient in gradients]
+
+
+def _exchange(strategy, optimizer, gradients, variables):
+    """Sums an optimizer's gradients (or None) for ``variables`` over all replicas."""
     present = [i for i, g in enumerate(gradients) if g is not None]
-    sums = strategy.extended.exchange_gradients([gradients[i] for i in present])
+    exchange = getattr(optimizer, "gradient_exchange", None)
+    numbers = None
+    if exchange is not None:
+        number_of = {}
+        for number, variable in enumerate(optimizer._trainable_variables):
+            number_of |= {id(variable): number, id(variable.value): number}
+        numbers = [number_of[id(variables[i])] for i in present]
+    sums = strategy.extended.exchange_gradients(
+        [gradients[i] for i in present], numbers=numbers, exchange=exchange
+    )
     result = list(gradients)
     for i, total in zip(present, sums, strict=True):
         result[i] = total
     return result
+
+
+class _SaveableExchange(GradientExchange, KerasSaveable):
+    """A gradient exchange whose state Keras saves with the optimizer that has it.
+
+    It has a place of its own in the file, so that plain Keras, which has no such attribute, reads
+    all the rest.
+    """
+
+    def _obj_type(self):
+        return "Metric"  # of the kinds that Keras knows, one without children
+
+    def save_own_variables(self, store):
+        if self.has_state():
+            store["state"] = np.frombuffer(self.to_bytes(), np.uint8)
+
+    def load_own_variables(self, store):
+        if "state" in store:
+            self.from_bytes(np.asarray(store["state"]).tobytes())
+
+
+@_replaces(base_optimizer.BaseOptimizer, "build", ["self", "variables"])
+def _build_with_exchange(stock):
+    def build(self, variables):
+        stock(self, variables)
+        values = [getattr(variable, "value", variable) for variable in variables]
+        strategies = [getattr(value, "distribute_strategy", None) for value in values]
+        strategy = _strategy_of(strategies[0]) if strategies else None
+        wraps_another = isinstance(self, loss_scale_optimizer.LossScaleOptimizer)
+        if strategy is None or strategy.compression is None or wraps_another:
+            return
+        specs = [tf.TensorSpec(v.shape, v.dtype, name=v.path) for v in variables]
+        self.gradient_exchange = _SaveableExchange(strategy.extended, strategy.compression, specs)
+
+    return build
 
 
 # -------------------------------------------------------------------------------- trainer
@@ -849,8 +916,13 @@ def _write_nothing(callbacks, undo):
             folder = undo.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             override(callback, "log_dir", folder)
         elif isinstance(callback, keras.callbacks.BackupAndRestore):
-            override(callback, "_save_model", lambda: None)
+            override(callback, "_save_model", functools.partial(_follow_backup, callback))
             override(callback, "on_train_end", lambda logs=None: None)
+
+
+def _follow_backup(callback):
+    """What another worker does while the chief's BackupAndRestore saves."""
+    callback.model.save_weights(callback._weights_path, overwrite=True)
 
 
 # --------------------------------------------------------------------------------- saving
@@ -873,7 +945,7 @@ def _saves_once(stock):
             call.arguments["filepath"] = beside
             return stock(*call.args, **call.kwargs)
 
-        return write_once(strategy.board, path, write)
+        return write_once(strategy, path, write)
 
     return save
 

@@ -5,28 +5,25 @@ The mixins are put before TensorFlow's own classes: ``ReplicatedExtended`` befor
 """
 
 import itertools
+import threading
 
+import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import cross_device_utils, distribute_lib, values
+from tensorflow.python.distribute import distribute_lib, values
 from tensorflow.python.eager import context
-from tensorflow.python.framework import func_graph, ops
-from tensorflow.python.ops import collective_ops, resource_variable_ops
 
 from tfdist.collectives import bucketed_sum
+from tfdist.compression import as_exchange
 from tfdist.strategies import _keras, _saving
+from tfdist.strategies._collective import Launcher, ReplicaCollective, launcher_for
 from tfdist.strategies._step import MetricVariable, StepAveragedVariable
 
-_PARALLEL_COLLECTIVES = 4
 _num_strategies = itertools.count()
 
 
-def refuse_compression(compression):
-    """Raises ValueError unless ``compression`` is None."""
-    if compression is not None:
-        raise ValueError(
-            f"compression: this version of tfdist has none to offer, expected None. Received: "
-            f"compression={compression!r}."
-        )
+def exchange_for(compression):
+    """The Exchange for the argument ``compression``; None for None. Raises ValueError."""
+    return None if compression is None else as_exchange(compression)
 
 
 class Replicated:
@@ -49,6 +46,11 @@ class Replicated:
         return super().scope()
 
     @property
+    def compression(self):
+        """The :class:`tfdist.compression.Exchange` of gradients; None without compression."""
+        return getattr(self.extended, "compression", None)
+
+    @property
     def board(self):
         """The workers' :class:`~tfdist.strategies._agreement.Board`; None with one worker."""
         return getattr(self.extended, "board", None)
@@ -65,12 +67,15 @@ class ReplicatedExtended:
     def _use_merge_call(self):
         return False
 
-    def _prepare_collectives(self):
+    def _prepare_collectives(self, compression):
         """To be called at the end of ``__init__``."""
-        self._tokens = {}
+        self.compression = compression
+        self.exchanges = []  # the GradientExchanges of all optimizers, in the order of their making
+        self._groups_lock = threading.Lock()
+        self._made_groups = {}
         for name in ("_cross_device_ops", "_host_cross_device_ops", "_collective_ops"):
             for launcher in getattr(getattr(self, name, None), "_launchers", ()):
-                launcher.__class__ = _Launcher
+                launcher.__class__ = Launcher
 
     def _create_variable(self, next_creator, **kwargs):
         role = _keras.variable_role(kwargs)
@@ -95,11 +100,14 @@ class ReplicatedExtended:
         """One dataset for each input worker, as it is; ``dataset_fn(input_context)``."""
         return super()._distribute_datasets_from_function(dataset_fn, None)
 
-    def exchange_gradients(self, gradients):
+    def exchange_gradients(self, gradients, numbers=None, exchange=None):
         """Sums gradients over all replicas (in replica context).
 
         Args:
             gradients: list of dense tensors or ``tf.IndexedSlices``, one for each variable.
+            numbers: the numbers of their variables, for ``exchange``.
+            exchange: a :class:`~tfdist.strategies._exchange.GradientExchange`, or None to sum
+                without compression.
 
         Returns:
             The sums in the same order, identical bit for bit on all replicas.
@@ -107,53 +115,115 @@ class ReplicatedExtended:
         if self._num_replicas_in_sync == 1:
             return gradients
         replica = distribute_lib.get_replica_context()
-        if context.executing_eagerly():
+        if context.executing_eagerly() and exchange is None:
             return replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
-        sums = list(gradients)
-        dense = [i for i, g in enumerate(gradients) if not isinstance(g, tf.IndexedSlices)]
-        sparse = [i for i in range(len(gradients)) if i not in dense]
+        if context.executing_eagerly() and len(self.worker_devices) > 1:
+            raise ValueError(
+                "compression: gradients can be compressed eagerly only with one device in each "
+                f"worker, since TensorFlow runs the {len(self.worker_devices)} replicas here one "
+                "after the other. Use run_eagerly=False, or call strategy.run in a tf.function."
+            )
+        sums = [self._dense_if_smaller(g) for g in gradients]
+        dense = [i for i, g in enumerate(sums) if not isinstance(g, tf.IndexedSlices)]
+        sparse = [i for i in range(len(sums)) if i not in dense]
         dense.reverse()  # back-propagation makes the last variable's gradient first
-        reduced = self._all_reduce_dense([gradients[i] for i in dense])
+        if exchange is None:
+            reduced = self._all_reduce_dense([sums[i] for i in dense])
+        else:
+            reduced = exchange.sum([sums[i] for i in dense], [numbers[i] for i in dense])
+        slices = [sums[i] for i in sparse]
         for i, value in zip(dense, reduced, strict=True):
             sums[i] = value
         if sparse:
-            reduced = replica.all_reduce(tf.distribute.ReduceOp.SUM, [gradients[i] for i in sparse])
+            reduced = replica.all_reduce(tf.distribute.ReduceOp.SUM, slices)
             for i, value in zip(sparse, reduced, strict=True):
                 sums[i] = value
         return sums
 
+    def _dense_if_smaller(self, gradient):
+        """Slices that would take more bytes than the whole gradient, added up."""
+        if not isinstance(gradient, tf.IndexedSlices) or gradient.dense_shape is None:
+            return gradient
+        shape = tf.get_static_value(gradient.dense_shape)
+        rows = gradient.values.shape[0]
+        if shape is None or rows is None:
+            return gradient
+        row_bytes = gradient.values.dtype.size * int(np.prod(shape[1:]))
+        gathered = rows * (row_bytes + gradient.indices.dtype.size)  # each sends to all others
+        if gathered * self._num_replicas_in_sync <= 2 * row_bytes * int(shape[0]):
+            return gradient
+        return tf.ensure_shape(tf.convert_to_tensor(gradient), shape)
+
     def _all_reduce_dense(self, gradients):
-        return bucketed_sum(gradients, self._all_reduce_bucket)
+        replica_id = distribute_lib.get_replica_context()._replica_id
+        collective = self._groups("all")[replica_id]
+        return bucketed_sum(gradients, lambda vector, _: collective.sum(vector))
+
+    # ------------------------------------------------------------ groups of replicas
+
+    def exchange_groups(self, replica, everywhere):
+        """The groups in which a replica of this process exchanges gradients.
+
+        Args:
+            replica: its number in this process.
+            everywhere: whether compression goes between all replicas.
+
+        Returns:
+            The collective that is compressed, and the one within the host before and after it,
+            None where there is no such step.
+        """
+        if everywhere or not self._has_hosts_of_several_devices():
+            return self._groups("all")[replica], None
+        return self._groups("hosts")[0], self._groups("host")[replica]
+
+    def exchange_member(self, replica, everywhere):
+        """The number of a replica of this process among the members of an exchange."""
+        rank = getattr(self, "_id_in_cluster", 0)
+        if everywhere or not self._has_hosts_of_several_devices():
+            return rank * len(self.worker_devices) + replica
+        return rank
+
+    def host_group(self):
+        """A collective of the first replica of each worker; None with one worker."""
+        return self._groups("hosts")[0] if self._num_workers_together() > 1 else None
+
+    def _num_workers_together(self):
+        return self._num_replicas_in_sync // len(self.worker_devices)
+
+    def _has_hosts_of_several_devices(self):
+        return self._num_workers_together() > 1 and len(self.worker_devices) > 1
+
+    def _groups(self, which):
+        """A ``ReplicaCollective`` for each replica of this process, made on first use.
+
+        Args:
+            which: "all" replicas; the replicas of this "host"; the first one of all "hosts".
+        """
+        with self._groups_lock:
+            if which not in self._made_groups:
+                self._made_groups[which] = self._make_groups(which)
+            return self._made_groups[which]
+
+    def _make_groups(self, which):
+        launchers = self._collectives()._launchers
+        if which == "all":
+            return [ReplicaCollective(launcher) for launcher in launchers]
+        # Clear of the keys that TensorFlow counts up from 1 for each strategy.
+        group_key = self._collective_key_base + 50_000
+        size = self._num_workers_together()
+        if which == "host":
+            group_key += 1 + self._id_in_cluster
+            size = len(launchers)
+        else:
+            launchers = launchers[:1]
+        return [
+            ReplicaCollective(launcher_for(group_key, size, each._device, each._options))
+            for each in launchers
+        ]
 
     def _collectives(self):
         """The cross-device operations among the compute devices of all workers."""
         return getattr(self, "_collective_ops", None) or self._cross_device_ops
-
-    def _all_reduce_bucket(self, vector, index):
-        replica_id = distribute_lib.get_replica_context()._replica_id
-        launcher = self._collectives()._launchers[replica_id]
-        options = launcher._options
-        if "GPU" in launcher._device.upper():
-            return launcher.all_reduce(vector)  # NCCL wants one order
-        with ops.device(launcher._device):
-            return collective_ops.all_reduce_v2(
-                vector,
-                launcher._group_size,
-                launcher._group_key,
-                launcher._next_instance_key(),
-                communication_hint=options.implementation.value,
-                timeout=options.timeout_seconds,
-                ordering_token=self._token(launcher, index % _PARALLEL_COLLECTIVES),
-            )
-
-    def _token(self, launcher, lane):
-        # Collectives that share a token run one after the other. With a few tokens a few of them
-        # run side by side, which hides the latency of each.
-        key = launcher._device, lane
-        if key not in self._tokens:
-            with ops.init_scope(), ops.device(launcher._device):
-                self._tokens[key] = resource_variable_ops.ResourceVariable(0.0)
-        return self._tokens[key].handle
 
 
 class ScalarVariable(values.MirroredVariable):
@@ -167,36 +237,3 @@ class ScalarVariable(values.MirroredVariable):
 
     def __bool__(self):
         return bool(self.numpy())
-
-
-class _Launcher(cross_device_utils.CollectiveReplicaLauncher):
-    """Launches collectives also from inside of control flow.
-
-    TensorFlow feeds a collective's instance key when the function is called. A function that is
-    called inside of a ``tf.cond`` or ``tf.while_loop`` captures the key in the control flow's
-    graph, where nobody feeds it. There the key is fixed when the function is traced.
-    """
-
-    _FIRST_FIXED_KEY = 1 << 30
-    _num_fixed = 0
-
-    def _next_instance_key(self):
-        if not _is_called_from_control_flow():
-            return super()._next_instance_key()
-        key = self._FIRST_FIXED_KEY + self._num_fixed
-        self._num_fixed += 1
-        return key
-
-
-def _is_called_from_control_flow():
-    if context.executing_eagerly():
-        return False
-    graph = ops.get_default_graph()
-    while getattr(graph, "is_control_flow_graph", False):
-        graph = graph.outer_graph
-    graph = getattr(graph, "outer_graph", None)
-    while isinstance(graph, func_graph.FuncGraph):
-        if getattr(graph, "is_control_flow_graph", False):
-            return True
-        graph = graph.outer_graph
-    return False

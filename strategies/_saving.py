@@ -6,6 +6,7 @@ import inspect
 import os
 import shutil
 import threading
+import warnings
 from collections import Counter
 
 import tensorflow as tf
@@ -14,12 +15,13 @@ from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.distribute import values
 
 _CHIEF_BEGINS_SECONDS = 10.0
+_OTHERS_COME_SECONDS = 10.0
 _CHIEF_WRITES_SECONDS = 3600.0
 _thread = threading.local()
 _asked = Counter()  # how often this process asked for a path to be written
 
 
-def write_once(board, path, write):
+def write_once(strategy, path, write):
     """Writes the file or folder ``path`` once for all workers.
 
     On the chief (or with one worker) calls ``write(path_beside)`` and renames what it wrote. The
@@ -28,7 +30,7 @@ def write_once(board, path, write):
     10 s for the chief to begin.
 
     Args:
-        board: the workers' Board, or None.
+        strategy: one of tfdist's strategies.
         path: where the file or folder shall be.
         write: ``write(path)``, makes it.
 
@@ -36,11 +38,12 @@ def write_once(board, path, write):
         What ``write`` returned, None where another worker wrote.
     """
     path = os.fspath(path)
-    return _once(board, path, lambda: _write_atomically(path, write))
+    return _once(strategy, path, lambda: _write_atomically(path, write))
 
 
-def _once(board, path, write):
+def _once(strategy, path, write):
     """Calls ``write()`` on the chief, and waits for it on the others."""
+    board = strategy.board
     if board is None:
         return write()
     _asked[path] += 1
@@ -48,6 +51,7 @@ def _once(board, path, write):
     if board.rank == 0:
         board.post(f"{notice}/begun")
         try:
+            _collect_as_chief(strategy, notice)
             result = write()
         except BaseException as error:
             board.post(f"{notice}/done", f"{type(error).__name__}: {error}")
@@ -56,6 +60,7 @@ def _once(board, path, write):
         return result
     if board.wait_for(f"{notice}/begun", _CHIEF_BEGINS_SECONDS) is None:
         return write()
+    _collect_as_other(strategy, notice)
     outcome = board.wait_for(f"{notice}/done", _CHIEF_WRITES_SECONDS)
     if outcome is None:
         raise TimeoutError(
@@ -65,6 +70,41 @@ def _once(board, path, write):
     if outcome != "written":
         raise OSError(f"The chief could not write {path}. {outcome}")
     return None
+
+
+def _exchanges(strategy):
+    return [exchange for exchange in strategy.extended.exchanges if exchange.has_state()]
+
+
+def _collect_as_chief(strategy, notice):
+    """Gets the state of gradient exchanges, which each worker has for itself, from the others."""
+    exchanges, board = _exchanges(strategy), strategy.board
+    if not exchanges:
+        return
+    late = [
+        label
+        for rank, label in enumerate(board.labels)
+        if rank != 0 and board.wait_for(f"{notice}/here/{rank}", _OTHERS_COME_SECONDS) is None
+    ]
+    board.post(f"{notice}/collect", "" if late else "all")
+    if late:
+        warnings.warn(
+            f"The file has the gradient compression's residuals of this worker only, since "
+            f"{', '.join(late)} did not save with it. Save on all workers.",
+            stacklevel=2,
+        )
+    for exchange in exchanges:
+        exchange.collect(from_all=not late)
+
+
+def _collect_as_other(strategy, notice):
+    exchanges, board = _exchanges(strategy), strategy.board
+    if not exchanges:
+        return
+    board.post(f"{notice}/here/{board.rank}")
+    if board.wait_for(f"{notice}/collect", _CHIEF_WRITES_SECONDS) == "all":
+        for exchange in exchanges:
+            exchange.collect(from_all=True)
 
 
 def _write_atomically(path, write):
@@ -112,11 +152,11 @@ def install():
     _require_parameters(run_callbacks, ["callbacks", "save_path"])
 
     def _write(self, file_prefix, options=None):
-        board = _board_of(self)
-        if board is None:
+        strategy = _strategy_of(self)
+        if strategy is None:
             return stock(self, file_prefix, options=options)
         path = os.fspath(file_prefix)
-        written = _once(board, path, lambda: stock(self, file_prefix, options=options))
+        written = _once(strategy, path, lambda: stock(self, file_prefix, options=options))
         if written is not None:
             return written
         callbacks = getattr(options, "experimental_write_callbacks", None)
@@ -160,8 +200,8 @@ def _unless_following(function):
     return call
 
 
-def _board_of(trackable):
-    """The Board of the strategy whose variables ``trackable`` holds, None where there is none."""
+def _strategy_of(trackable):
+    """The strategy with a Board whose variables ``trackable`` holds; None where there is none."""
     seen = set()
     pending = [trackable]
     while pending:
@@ -172,9 +212,9 @@ def _board_of(trackable):
         variable = getattr(node, "value", None) if not callable(node) else None
         for candidate in (node, variable):
             if isinstance(candidate, values.DistributedVariable):
-                board = getattr(candidate._distribute_strategy, "board", None)
-                if board is not None:
-                    return board
+                strategy = candidate._distribute_strategy
+                if getattr(strategy, "board", None) is not None:
+                    return strategy
         children = getattr(node, "_trackable_children", None)
         if children is not None:
             pending.extend(children().values())

@@ -3,11 +3,11 @@
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, mirrored_strategy
 
-from tfdist.strategies._replicated import Replicated, ReplicatedExtended, refuse_compression
+from tfdist.strategies._replicated import Replicated, ReplicatedExtended, exchange_for
 
 
 class _MirroredExtended(ReplicatedExtended, mirrored_strategy.MirroredExtended):
-    def __init__(self, strategy, devices, cross_device_ops):
+    def __init__(self, strategy, devices, cross_device_ops, compression):
         super().__init__(strategy, devices=devices, cross_device_ops=cross_device_ops)
         kinds = {tf.DeviceSpec.from_string(d).device_type for d in self.worker_devices}
         if len(kinds) > 1:
@@ -16,7 +16,7 @@ class _MirroredExtended(ReplicatedExtended, mirrored_strategy.MirroredExtended):
                 f"exchanged by collectives. Received: devices={list(self.worker_devices)}. "
                 "Give either the GPUs or the CPUs."
             )
-        self._prepare_collectives()
+        self._prepare_collectives(compression)
 
 
 class MirroredStrategy(Replicated, tf.distribute.MirroredStrategy):
@@ -30,15 +30,16 @@ class MirroredStrategy(Replicated, tf.distribute.MirroredStrategy):
             CPU where there is none.
         cross_device_ops: accepted for compatibility. Gradients are always exchanged by
             collectives (NCCL on GPUs), since only those work inside of control flow.
-        compression: None; reserved for gradient compression.
+        compression: how gradients travel between the devices: None, or what a function of
+            :mod:`tfdist.compression` returns.
 
     Raises:
-        ValueError: unknown devices, or devices of different kinds.
+        ValueError: unknown devices, devices of different kinds, or another ``compression``.
     """
 
     def __init__(self, devices=None, cross_device_ops=None, *, compression=None):
-        refuse_compression(compression)
+        exchange = exchange_for(compression)
         self._set_collective_keys()
-        extended = _MirroredExtended(self, devices=devices, cross_device_ops=cross_device_ops)
+        extended = _MirroredExtended(self, devices, cross_device_ops, exchange)
         distribute_lib.Strategy.__init__(self, extended)
         self.extended.board = None

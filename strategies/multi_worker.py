@@ -20,7 +20,7 @@ from tensorflow.python.eager import context
 from tfdist import __version__, cluster
 from tfdist.rendezvous import rendezvous
 from tfdist.strategies._agreement import Board
-from tfdist.strategies._replicated import Replicated, ReplicatedExtended, refuse_compression
+from tfdist.strategies._replicated import Replicated, ReplicatedExtended, exchange_for
 from tfdist.strategies._watchdog import Watchdog
 
 _STEP_TIMEOUT_SECONDS = 1800.0
@@ -31,13 +31,13 @@ _FAREWELL_SECONDS = 30.0
 class _MultiWorkerExtended(
     ReplicatedExtended, collective_all_reduce_strategy.CollectiveAllReduceExtended
 ):
-    def __init__(self, strategy, cluster_resolver, communication_options):
+    def __init__(self, strategy, cluster_resolver, communication_options, compression):
         super().__init__(
             strategy,
             cluster_resolver=cluster_resolver,
             communication_options=communication_options,
         )
-        self._prepare_collectives()
+        self._prepare_collectives(compression)
 
     def _initialize_local_devices(self, cluster_resolver, worker_device):
         num_gpus = context.num_gpus()
@@ -74,9 +74,12 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
         communication_options: a ``tf.distribute.experimental.CommunicationOptions``. Its
             ``timeout_seconds``, by default 1800, limits the time of a step of ``fit``,
             ``evaluate`` and ``predict``, tracing included.
-        compression: None; reserved for gradient compression.
+        compression: how gradients travel between the workers: None, or what a function of
+            :mod:`tfdist.compression` returns, the same on all workers.
 
     Raises:
+        ValueError: ``compression`` is something else.
+        WorkersDisagree: (a RuntimeError) ``compression`` or the number of devices differs.
         tfdist.cluster.ClusterError: the cluster is described wrongly, or the workers differ in
             their versions of TensorFlow, Keras or tfdist.
         tfdist.cluster.PeersUnreachable: workers did not answer in time; names them.
@@ -84,7 +87,7 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
     """
 
     def __init__(self, cluster_resolver=None, communication_options=None, *, compression=None):
-        refuse_compression(compression)
+        exchange = exchange_for(compression)
         self._set_collective_keys()
         members = cluster.resolve() if cluster_resolver is None else _members(cluster_resolver)
         cluster.require_no_ps(members, "MultiWorkerMirroredStrategy")
@@ -98,6 +101,7 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
             self,
             cluster_resolver=_resolver(members if together else None),
             communication_options=_without_timeout(communication_options),
+            compression=exchange,
         )
         distribute_lib.Strategy.__init__(self, extended)
         self.extended.board = None
@@ -107,9 +111,11 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
             self.extended.board = board
             timeout_seconds = getattr(communication_options, "timeout_seconds", None)
             self.extended.watchdog = Watchdog(timeout_seconds or _STEP_TIMEOUT_SECONDS)
-            board.require_same(
-                "strategy", {"number of local devices": len(self.extended.worker_devices)}
-            )
+            settings = {
+                "number of local devices": len(self.extended.worker_devices),
+                "compression": None if exchange is None else exchange.name,
+            }
+            board.require_same("strategy", settings)
             _leave_together(board)
 
 

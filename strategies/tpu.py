@@ -7,7 +7,7 @@ its Keras seam are those of the other strategies, and compile with XLA (``jit_co
 import tensorflow as tf
 from tensorflow.python.distribute import distribute_lib, tpu_strategy
 
-from tfdist.strategies._replicated import Replicated, ReplicatedExtended, refuse_compression
+from tfdist.strategies._replicated import Replicated, ReplicatedExtended
 
 
 class _TPUExtended(ReplicatedExtended, tpu_strategy.TPUExtended):
@@ -32,16 +32,21 @@ class TPUStrategy(Replicated, tf.distribute.TPUStrategy):
         tpu_cluster_resolver: a ``tf.distribute.cluster_resolver.TPUClusterResolver`` to which
             TensorFlow is connected.
         experimental_device_assignment: a ``tf.tpu.experimental.DeviceAssignment``.
-        compression: None; reserved for gradient compression.
+        compression: None. (Compressors compile with XLA, but there was no TPU to try them on.)
 
     Raises:
+        ValueError: ``compression`` is not None.
         RuntimeError: TensorFlow sees no TPU.
     """
 
     def __init__(
         self, tpu_cluster_resolver=None, experimental_device_assignment=None, *, compression=None
     ):
-        refuse_compression(compression)
+        if compression is not None:
+            raise ValueError(
+                "TPUStrategy: compression must be None, since a TPU's own links are faster than "
+                f"any compressor and nothing of it could be tried. Received: {compression!r}. "
+            )
         if not tf.config.list_logical_devices("TPU"):
             raise RuntimeError(
                 "TPUStrategy: TensorFlow sees no TPU. On a TPU machine, connect first: "

@@ -378,9 +378,13 @@ def _check(compressor, spec):
 
 @functools.lru_cache(maxsize=256)
 def _payload_specs(compressor, spec):
-    with tf.Graph().as_default():
+    def encode():
         payload, _ = compressor.encode(tf.zeros(spec.shape, spec.dtype), compressor.init(spec))
-        return specs_of(payload)
+        return tuple(payload)
+
+    with tf.init_scope():
+        traced = tf.function(encode, autograph=False).get_concrete_function()
+    return specs_of(traced.structured_outputs)
 
 
 def _part_of(spec, world_size):

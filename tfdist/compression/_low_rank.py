@@ -124,7 +124,7 @@ def _next_start(right, number, step):
     """The right factor, scaled; where a gradient was zero, random numbers again."""
     largest = tf.reduce_max(tf.abs(right))
     scaled = right / tf.where(largest > 0, largest, 1)
-    fresh = tf.random.stateless_normal(right.shape, [number, step], right.dtype)
+    fresh = tf.random.stateless_normal(right.shape, [number, step], dtype=right.dtype)
     # A column of zeros would stay zero for ever.
     is_dead = tf.reduce_all(scaled == 0, 0, keepdims=True)
     return tf.where(is_dead, fresh, scaled)
