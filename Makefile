@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 
 .PHONY: demo test lint clean
 
-$(VENV)/installed: setup.cfg pyproject.toml $(wildcard tfdist/*.py tfdist/*/*.py strategies/*.py)
+$(VENV)/installed: setup.cfg pyproject.toml $(wildcard tfdist/*.py tfdist/*/*.py strategies/*.py callbacks/*.py)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	rm -rf build

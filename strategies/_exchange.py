@@ -12,6 +12,7 @@ from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import base as trackable
 
 from tfdist.collectives import bucketed_sum
+from tfdist.compression import all_reduce
 
 
 class GradientExchange(trackable.Trackable):
@@ -35,9 +36,9 @@ class GradientExchange(trackable.Trackable):
         self._variables = {}  # (which gradients, replica in this process) -> list of variables
         self._structures = {}  # which gradients -> the nest of which these are the leaves
         self._loaded = {}  # which gradients -> the states of all members, as lists of arrays
+        self._notes = None  # steps, seconds, squares of gradients
         self._collected = None  # what the other workers have sent for a file
         self._is_finite = tf.function(_are_finite, jit_compile=True, autograph=False)
-        extended.exchanges.append(self)
 
     # ------------------------------------------------------------------------ in a step
 
@@ -53,6 +54,18 @@ class GradientExchange(trackable.Trackable):
             The sums in the same order.
         """
         replica = distribute_lib.get_replica_context()._replica_id
+        if not self._extended.is_watched or replica != 0:
+            return self._sum(gradients, numbers, replica)
+        with tf.control_dependencies(gradients):
+            began = tf.timestamp()
+        squares = tf.add_n([tf.reduce_sum(tf.cast(g, tf.float32) ** 2) for g in gradients])
+        sums = self._sum(gradients, numbers, replica)
+        with tf.control_dependencies(sums):
+            seconds = tf.timestamp() - began
+        self._note(seconds, squares, gradients[0].device)
+        return sums
+
+    def _sum(self, gradients, numbers, replica):
         hosts, host = self._extended.exchange_groups(replica, self._exchange.everywhere)
         if host is None:
             return self._sum_between(hosts, gradients, numbers, replica)
@@ -125,6 +138,50 @@ class GradientExchange(trackable.Trackable):
     def _member(self, replica):
         """The number of a replica of this process among all members."""
         return self._extended.exchange_member(replica, self._exchange.everywhere)
+
+    # ------------------------------------------------------------- what a monitor wants
+
+    def _note(self, seconds, squares, device):
+        if self._notes is None:
+            with ops.init_scope(), ops.device(device):
+                self._notes = resource_variable_ops.ResourceVariable(
+                    tf.zeros([3], tf.float64), trainable=False
+                )
+        squares = tf.cast(squares, tf.float64)
+        self._notes.assign_add([tf.ones([], tf.float64), seconds, squares], read_value=False)
+
+    def read_statistics(self):
+        """What was noted since the last call, while the strategy's ``is_watched`` was set.
+
+        Returns:
+            dict of floats: ``steps``; ``seconds``, between the last gradient and the last sum of
+            each step, added up; ``sent_bytes``, by one member in a step; ``uncompressed_bytes``,
+            what it would send without compression; ``gradient_norm``, the root mean square over
+            the steps of the norm of this process' gradients; ``residual_norm``, now.
+        """
+        steps, seconds, squares = (0.0, 0.0, 0.0) if self._notes is None else self._notes.numpy()
+        if self._notes is not None:
+            self._notes.assign(tf.zeros_like(self._notes))
+        sent, uncompressed, residual = 0.0, 0.0, 0.0
+        for (key, replica), variables in self._variables.items():
+            if replica != 0:
+                continue
+            specs = [self._specs[i] for i in key]
+            collective, _ = self._extended.exchange_groups(0, self._exchange.everywhere)
+            sent += self._exchange.sent_bytes(specs, collective.world_size)
+            uncompressed += all_reduce().sent_bytes(specs, collective.world_size)
+            state = tf.nest.pack_sequence_as(self._structures[key], variables)
+            residual += sum(
+                float(tf.reduce_sum(tf.cast(r, tf.float32) ** 2)) for r in _residuals(state)
+            )
+        return {
+            "steps": float(steps),
+            "seconds": float(seconds),
+            "sent_bytes": sent,
+            "uncompressed_bytes": uncompressed,
+            "gradient_norm": float(np.sqrt(squares / max(steps, 1))),
+            "residual_norm": float(np.sqrt(residual)),
+        }
 
     # ------------------------------------------------------------------------- in files
 
@@ -224,6 +281,16 @@ class GradientExchange(trackable.Trackable):
         data = restored_tensors["state"]
         if tf.executing_eagerly() and data.numpy():
             self.from_bytes(data.numpy())
+
+
+def _residuals(state):
+    """The tensors of all fields named ``residual`` in a nest of named tuples."""
+    if hasattr(state, "_fields"):
+        own = [state.residual] if "residual" in state._fields else []
+        return own + [r for field in state for r in _residuals(field)]
+    if isinstance(state, list | tuple):
+        return [r for part in state for r in _residuals(part)]
+    return []
 
 
 def _are_finite(tensors):

@@ -34,11 +34,13 @@ from keras.src.trainers import epoch_iterator
 from keras.src.trainers.data_adapters import array_data_adapter, array_slicing
 from tensorflow.python.distribute import values as distribute_values
 from tensorflow.python.ops import resource_variable_ops
+from tensorflow.python.trackable import data_structures
 
+from tfdist.compression import all_reduce, everywhere
 from tfdist.strategies import _functions, _input
 from tfdist.strategies._agreement import digest
 from tfdist.strategies._exchange import GradientExchange
-from tfdist.strategies._saving import write_once
+from tfdist.strategies._saving import exchanges_in, write_once
 from tfdist.strategies._step import MetricState, current_step, zero_without_rows
 
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
@@ -469,10 +471,17 @@ def _build_with_exchange(stock):
         strategies = [getattr(value, "distribute_strategy", None) for value in values]
         strategy = _strategy_of(strategies[0]) if strategies else None
         wraps_another = isinstance(self, loss_scale_optimizer.LossScaleOptimizer)
-        if strategy is None or strategy.compression is None or wraps_another:
+        if strategy is None or wraps_another or not hasattr(strategy.extended, "exchange_groups"):
             return
         specs = [tf.TensorSpec(v.shape, v.dtype, name=v.path) for v in variables]
-        self.gradient_exchange = _SaveableExchange(strategy.extended, strategy.compression, specs)
+        if strategy.compression is None:
+            # Has no state: checkpoints stay those of plain Keras.
+            exchange = GradientExchange(strategy.extended, everywhere(all_reduce()), specs)
+            self.gradient_exchange = data_structures.NoDependency(exchange)
+        else:
+            self.gradient_exchange = _SaveableExchange(
+                strategy.extended, strategy.compression, specs
+            )
 
     return build
 
@@ -945,7 +954,7 @@ def _saves_once(stock):
             call.arguments["filepath"] = beside
             return stock(*call.args, **call.kwargs)
 
-        return write_once(strategy, path, write)
+        return write_once(strategy, path, write, exchanges_in(model))
 
     return save
 

@@ -45,6 +45,10 @@ class Replicated:
         _saving.install()
         return super().scope()
 
+    def watch_communication(self):
+        """Lets the gradient exchanges of steps traced from now on keep statistics."""
+        self.extended.is_watched = True
+
     @property
     def compression(self):
         """The :class:`tfdist.compression.Exchange` of gradients; None without compression."""
@@ -70,7 +74,7 @@ class ReplicatedExtended:
     def _prepare_collectives(self, compression):
         """To be called at the end of ``__init__``."""
         self.compression = compression
-        self.exchanges = []  # the GradientExchanges of all optimizers, in the order of their making
+        self.is_watched = False  # whether exchanges keep statistics for a monitor
         self._groups_lock = threading.Lock()
         self._made_groups = {}
         for name in ("_cross_device_ops", "_host_cross_device_ops", "_collective_ops"):

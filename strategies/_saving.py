@@ -14,6 +14,8 @@ from tensorflow.python.checkpoint import checkpoint as checkpoint_lib
 from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.distribute import values
 
+from tfdist.strategies._exchange import GradientExchange
+
 _CHIEF_BEGINS_SECONDS = 10.0
 _OTHERS_COME_SECONDS = 10.0
 _CHIEF_WRITES_SECONDS = 3600.0
@@ -21,7 +23,7 @@ _thread = threading.local()
 _asked = Counter()  # how often this process asked for a path to be written
 
 
-def write_once(strategy, path, write):
+def write_once(strategy, path, write, exchanges=()):
     """Writes the file or folder ``path`` once for all workers.
 
     On the chief (or with one worker) calls ``write(path_beside)`` and renames what it wrote. The
@@ -33,17 +35,23 @@ def write_once(strategy, path, write):
         strategy: one of tfdist's strategies.
         path: where the file or folder shall be.
         write: ``write(path)``, makes it.
+        exchanges: the GradientExchanges whose state goes into the file.
 
     Returns:
         What ``write`` returned, None where another worker wrote.
     """
     path = os.fspath(path)
-    return _once(strategy, path, lambda: _write_atomically(path, write))
+    return _once(strategy.board, path, lambda: _write_atomically(path, write), exchanges)
 
 
-def _once(strategy, path, write):
+def exchanges_in(trackable):
+    """The GradientExchanges with a state to save among what ``trackable`` holds, in its order."""
+    found = [node for node in _nodes(trackable) if isinstance(node, GradientExchange)]
+    return [exchange for exchange in found if exchange.has_state()]
+
+
+def _once(board, path, write, exchanges):
     """Calls ``write()`` on the chief, and waits for it on the others."""
-    board = strategy.board
     if board is None:
         return write()
     _asked[path] += 1
@@ -51,7 +59,7 @@ def _once(strategy, path, write):
     if board.rank == 0:
         board.post(f"{notice}/begun")
         try:
-            _collect_as_chief(strategy, notice)
+            _collect_as_chief(board, notice, exchanges)
             result = write()
         except BaseException as error:
             board.post(f"{notice}/done", f"{type(error).__name__}: {error}")
@@ -60,7 +68,7 @@ def _once(strategy, path, write):
         return result
     if board.wait_for(f"{notice}/begun", _CHIEF_BEGINS_SECONDS) is None:
         return write()
-    _collect_as_other(strategy, notice)
+    _collect_as_other(board, notice, exchanges)
     outcome = board.wait_for(f"{notice}/done", _CHIEF_WRITES_SECONDS)
     if outcome is None:
         raise TimeoutError(
@@ -72,13 +80,8 @@ def _once(strategy, path, write):
     return None
 
 
-def _exchanges(strategy):
-    return [exchange for exchange in strategy.extended.exchanges if exchange.has_state()]
-
-
-def _collect_as_chief(strategy, notice):
+def _collect_as_chief(board, notice, exchanges):
     """Gets the state of gradient exchanges, which each worker has for itself, from the others."""
-    exchanges, board = _exchanges(strategy), strategy.board
     if not exchanges:
         return
     late = [
@@ -97,8 +100,7 @@ def _collect_as_chief(strategy, notice):
         exchange.collect(from_all=not late)
 
 
-def _collect_as_other(strategy, notice):
-    exchanges, board = _exchanges(strategy), strategy.board
+def _collect_as_other(board, notice, exchanges):
     if not exchanges:
         return
     board.post(f"{notice}/here/{board.rank}")
@@ -156,7 +158,12 @@ def install():
         if strategy is None:
             return stock(self, file_prefix, options=options)
         path = os.fspath(file_prefix)
-        written = _once(strategy, path, lambda: stock(self, file_prefix, options=options))
+        written = _once(
+            strategy.board,
+            path,
+            lambda: stock(self, file_prefix, options=options),
+            exchanges_in(self),
+        )
         if written is not None:
             return written
         callbacks = getattr(options, "experimental_write_callbacks", None)
@@ -202,6 +209,18 @@ def _unless_following(function):
 
 def _strategy_of(trackable):
     """The strategy with a Board whose variables ``trackable`` holds; None where there is none."""
+    for node in _nodes(trackable):
+        variable = getattr(node, "value", None) if not callable(node) else None
+        for candidate in (node, variable):
+            if isinstance(candidate, values.DistributedVariable):
+                strategy = candidate._distribute_strategy
+                if getattr(strategy, "board", None) is not None:
+                    return strategy
+    return None
+
+
+def _nodes(trackable):
+    """All objects that a TensorFlow checkpoint of ``trackable`` would hold."""
     seen = set()
     pending = [trackable]
     while pending:
@@ -209,13 +228,7 @@ def _strategy_of(trackable):
         if id(node) in seen:
             continue
         seen.add(id(node))
-        variable = getattr(node, "value", None) if not callable(node) else None
-        for candidate in (node, variable):
-            if isinstance(candidate, values.DistributedVariable):
-                strategy = candidate._distribute_strategy
-                if getattr(strategy, "board", None) is not None:
-                    return strategy
+        yield node
         children = getattr(node, "_trackable_children", None)
         if children is not None:
             pending.extend(children().values())
-    return None

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 FOLDERS = {
     "tfdist": ROOT / "tfdist",
     "tfdist.compression": ROOT / "tfdist" / "compression",
+    "tfdist.callbacks": ROOT / "callbacks",
     "tfdist.strategies": ROOT / "strategies",
 }
 
@@ -55,7 +56,8 @@ def test_no_tensorflow_in_the_launcher_and_the_cluster(name):
     "path", modules("tfdist") + modules("tfdist.compression"), ids=lambda p: p.stem
 )
 def test_core_does_not_import_strategies_or_keras(path):
-    bad = {n for n in imported_by(path) if n.startswith(("tfdist.strategies", "keras"))}
+    outer = ("tfdist.strategies", "tfdist.callbacks", "keras")
+    bad = {n for n in imported_by(path) if n.startswith(outer)}
     # doctor reports the version of Keras, nothing else of it.
     assert bad <= ({"keras"} if path.stem == "launch" else set())
 
@@ -64,6 +66,12 @@ def test_core_does_not_import_strategies_or_keras(path):
 def test_only_one_module_knows_the_inside_of_keras(path):
     inside = {name for name in imported_by(path) if name.startswith("keras.src")}
     assert not inside or path.stem == "_keras"
+
+
+def test_callbacks_and_strategies_do_not_import_each_other():
+    for one, other in (("callbacks", "strategies"), ("strategies", "callbacks")):
+        for path in modules(f"tfdist.{one}"):
+            assert not {n for n in imported_by(path) if n.startswith(f"tfdist.{other}")}
 
 
 def test_public_names_resolve():

@@ -13,7 +13,15 @@ _HOME = {
     "MultiWorkerMirroredStrategy": "tfdist.strategies",
     "TPUStrategy": "tfdist.strategies",
 }
-_MODULES = ("cluster", "collectives", "compression", "launch", "rendezvous", "strategies")
+_MODULES = (
+    "callbacks",
+    "cluster",
+    "collectives",
+    "compression",
+    "launch",
+    "rendezvous",
+    "strategies",
+)
 
 __all__ = ["__version__", *_HOME, *_MODULES]
 
