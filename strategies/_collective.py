@@ -77,6 +77,9 @@ class ReplicaCollective:
 
         The others give a tensor of the same shape and dtype.
         """
+        if tensor.dtype == tf.bfloat16:  # which TensorFlow does not broadcast
+            wide = self.broadcast(tf.cast(tensor, tf.float32), is_source)
+            return tf.cast(wide, tf.bfloat16)
         if is_source:
             return self._launch(collective_ops.broadcast_send_v2, tensor, ordered=False)
 

@@ -646,6 +646,7 @@ def _fit_together(stock):
             members = [*tf.nest.flatten(callbacks or []), together]
             arguments["callbacks"] = members
         with contextlib.ExitStack() as undo:
+            _back_up_together(members, board, undo)
             if board.rank != 0:
                 _write_nothing(members, undo)
             return stock(*call.args, **call.kwargs)
@@ -907,17 +908,18 @@ def _take_from_chief(strategy, board, variables):
         variable.assign(tf.cast(strategy.reduce("SUM", mine, axis=None), value.dtype))
 
 
+def _override(owner, name, value, undo):
+    had, old = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+    undo.callback(setattr, owner, name, old) if had else undo.callback(delattr, owner, name)
+
+
 def _write_nothing(callbacks, undo):
     """On workers other than the chief, lets the callbacks that write files write none.
 
     ``ModelCheckpoint`` goes through ``model.save``, which knows by itself.
     """
-
-    def override(owner, name, value):
-        had, old = name in vars(owner), getattr(owner, name)
-        setattr(owner, name, value)
-        undo.callback(setattr, owner, name, old) if had else undo.callback(delattr, owner, name)
-
+    override = functools.partial(_override, undo=undo)
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.CSVLogger):
             override(callback, "filename", os.devnull)
@@ -925,13 +927,29 @@ def _write_nothing(callbacks, undo):
             folder = undo.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
             override(callback, "log_dir", folder)
         elif isinstance(callback, keras.callbacks.BackupAndRestore):
-            override(callback, "_save_model", functools.partial(_follow_backup, callback))
             override(callback, "on_train_end", lambda logs=None: None)
 
 
-def _follow_backup(callback):
-    """What another worker does while the chief's BackupAndRestore saves."""
-    callback.model.save_weights(callback._weights_path, overwrite=True)
+def _back_up_together(callbacks, board, undo):
+    """Lets every worker take part in the chief's BackupAndRestore, and the chief alone write.
+
+    The workers' directories may differ. They meet only where there is something to collect.
+    """
+
+    def save_model(callback, stock):
+        has_parts = bool(exchanges_in(callback.model))
+        path = callback._weights_path
+        if has_parts:
+            path = board.from_chief("backup", path)
+        if board.rank == 0:
+            stock()
+        elif has_parts:
+            callback.model.save_weights(path, overwrite=True)
+
+    for callback in callbacks:
+        if isinstance(callback, keras.callbacks.BackupAndRestore):
+            save = functools.partial(save_model, callback, callback._save_model)
+            _override(callback, "_save_model", save, undo)
 
 
 # --------------------------------------------------------------------------------- saving

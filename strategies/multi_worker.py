@@ -26,6 +26,7 @@ from tfdist.strategies._watchdog import Watchdog
 _STEP_TIMEOUT_SECONDS = 1800.0
 _AGREEMENT_TIMEOUT_SECONDS = 600.0
 _FAREWELL_SECONDS = 30.0
+_BROADCAST = (tf.bool, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64, tf.string)
 
 
 class _MultiWorkerExtended(
@@ -44,6 +45,22 @@ class _MultiWorkerExtended(
         kind, number = ("GPU", num_gpus) if num_gpus else ("CPU", _num_logical_cpus())
         return tuple(f"{worker_device}/device:{kind}:{i}" for i in range(number)), kind
 
+    def _get_variable_creator_initial_value(self, replica_id, device, primary_var, **kwargs):
+        inherited = super()._get_variable_creator_initial_value
+        dtype = _dtype_of_variable(kwargs)
+        if replica_id != 0 or self._num_workers == 1 or dtype is None or dtype in _BROADCAST:
+            return inherited(replica_id, device, primary_var, **kwargs)
+
+        # TensorFlow sends the chief's initial value to all, but not in every dtype.
+        def initial_value():
+            value = kwargs["initial_value"]
+            return tf.cast(value() if callable(value) else value, wide)
+
+        wide = tf.float32 if dtype.is_floating else tf.int64
+        kwargs_of_wide = kwargs | {"initial_value": initial_value, "dtype": wide}
+        send = inherited(replica_id, device, primary_var, **kwargs_of_wide)
+        return lambda: tf.cast(send(), dtype)
+
     def _distribute_datasets_from_function(self, dataset_fn, options):
         dataset = super()._distribute_datasets_from_function(dataset_fn, options)
         if self._in_multi_worker_mode() and dataset._cardinality != tf.data.INFINITE_CARDINALITY:
@@ -51,6 +68,12 @@ class _MultiWorkerExtended(
             # whether any worker has data left, so that none ends alone.
             dataset._cardinality = tf.data.UNKNOWN_CARDINALITY
         return dataset
+
+
+def _dtype_of_variable(kwargs):
+    """The dtype of a variable that is being made, None where only its initial value tells."""
+    dtype = kwargs.get("dtype") or getattr(kwargs["initial_value"], "dtype", None)
+    return None if dtype is None else tf.as_dtype(dtype)
 
 
 def _num_logical_cpus():

@@ -379,7 +379,8 @@ def cases(request):
 @pytest.fixture(scope="session")
 def case_names():
     """The names of the cases of all tables."""
-    tables = (RUNNER.parent / "cases.py", RUNNER.parents[1] / "multi_worker" / "cases.py")
+    tests = RUNNER.parents[1]
+    tables = [tests / name / "cases.py" for name in ("conformance", "multi_worker", "compression")]
     return {case.name for table in tables for case in load_cases(table)}
 
 

@@ -1,12 +1,15 @@
 """Exchanges among replicas of one process: sums, bytes, state, other numbers of replicas."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tensorflow as tf
 
 import tfdist
 from tfdist import compression as C
-from tfdist.collectives import bucket_specs
+from tfdist.collectives import bucket_specs, bucketed_sum
 from tfdist.strategies._exchange import GradientExchange
 
 # While the tests are collected, since the first operation of any test fixes the devices.
@@ -173,6 +176,29 @@ def test_the_sum_of_residuals_survives_another_number_of_members(name, sizes):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("sizes", [(2, 4), (3, 2), (4, 3)])
+@pytest.mark.parametrize("name", ["one_bit", "power_sgd"])
+def test_a_file_restores_into_another_number_of_members(name, sizes):
+    """What the old members kept is what the new ones send or keep, on gradients of zero."""
+    exchange, specs = exchange_named(name), list(reversed(SPECS))
+    old, new = (Group(exchange, size) for size in sizes)
+    for step in range(2):
+        old.sum(gradients_of(sizes[0], step))
+    new.exchange.from_bytes(old.exchange.to_bytes())
+    sums = new.sum([np.zeros((sizes[1], *shape), "float32") for shape in SHAPES])
+    sent = [s[0].ravel() for s in sums][::-1]
+    before, after = (
+        [k.ravel() for k in residuals(group.states(), exchange, specs)] for group in (old, new)
+    )
+    if name == "power_sgd":
+        before, after = before[1::2], after[1::2]
+        sent = [s for s in sent if s.size > 100]
+    assert np.abs(np.concatenate(before)).max() > 0.1
+    np.testing.assert_allclose(
+        np.concatenate(after) + np.concatenate(sent), np.concatenate(before), atol=1e-4
+    )
+
+
 class Counting:
     """A collective that counts what one member would send."""
 
@@ -307,3 +333,59 @@ def test_dgc_warms_up():
 def test_buckets_follow_the_order_of_the_gradients():
     plan = bucket_specs([tf.TensorSpec([100]), tf.TensorSpec([300]), tf.TensorSpec([])], 800)
     assert [spec.shape.num_elements() for spec in plan] == [134, 134, 133]
+
+
+def test_a_bucket_leaves_before_the_last_gradient_is_there():
+    """In the graph, no bucket's collective waits for a gradient of a later bucket."""
+    for name, first in (("none", "CollectiveReduceV2"), ("one_bit", "CollectiveGatherV2")):
+        exchange = exchange_named(name) if name != "none" else _small_buckets()
+        group = Group(exchange, 2)
+        traced = group._step.get_concrete_function([tf.constant(g) for g in gradients_of(2)])
+        operations = {op.name: op for op in traced.graph.get_operations()}
+        collectives = [op for op in operations.values() if op.type == first]
+        inputs = [len(_placeholders_before(op)) for op in collectives]
+        assert len(inputs) >= 2 * 3, "two replicas with at least three buckets"
+        # The gradients come as one argument for each variable.
+        assert min(inputs) < len(SHAPES) - 1
+
+
+def _small_buckets():
+    def apply(gradients, state, collective, specs):
+        return bucketed_sum(gradients, lambda vector, _: collective.sum(vector), BUCKET), state
+
+    return C.all_reduce()._replace(apply=apply)
+
+
+def _placeholders_before(op):
+    """The float arguments of the graph on which an operation waits."""
+    seen, pending, found = set(), [op], set()
+    while pending:
+        node = pending.pop()
+        if node.name in seen:
+            continue
+        seen.add(node.name)
+        if node.type == "Placeholder" and node.outputs[0].dtype == tf.float32:
+            found.add(node.name)
+        pending += [tensor.op for tensor in node.inputs] + list(node.control_inputs)
+    return found
+
+
+def test_the_compressor_of_the_documentation():
+    """What docs/compression.md shows works as it is, from outside of the package."""
+    page = (Path(__file__).parents[1] / "docs" / "compression.md").read_text()
+    (code,) = re.findall(r"```python\n(import tensorflow as tf\n.*?)```", page, re.S)
+    namespace = {}
+    exec(code, namespace)
+    exchange = C.through(namespace["scaled_fp16"](), BUCKET)
+    group = Group(exchange, 3)
+    sent, total = 0, 0
+    for step in range(6):
+        gradients = [g * 1e-9 for g in gradients_of(3, step)]
+        sums = group.sum(gradients)
+        assert all(np.array_equal(s[0], other) for s in sums for other in s[1:])
+        sent += sum(s[0].sum() for s in sums)
+        total += sum(g.sum() for g in gradients)
+    np.testing.assert_allclose(sent, total, atol=1e-10)
+    gradients[0][1, 7, 3] = np.nan
+    sums = group.sum(gradients)
+    assert not np.isfinite(np.concatenate([s[0].ravel() for s in sums])).all()

@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tfdist import compression
 from tfdist.cluster import local_ports
 from tfdist.strategies import _keras
 
@@ -208,3 +209,54 @@ def test_use_of_tensorflow_before_the_strategy_is_refused(tmp_path):
     assert done.returncode != 0
     assert "must be made before TensorFlow runs its first operation" in done.stderr
     assert "top of the program" in done.stderr
+
+
+@pytest.mark.parametrize("how", ["none", "one_bit", "power_sgd"])
+def test_communication_monitor_adds_to_the_logs(how):
+    made = {"none": None, "one_bit": compression.one_bit(), "power_sgd": compression.power_sgd(1)}
+    strategy = tfdist.MirroredStrategy(["CPU:0", "CPU:1"], compression=made[how])
+    model = compiled_model(strategy.scope())
+    model.fit(X[:64], Y[:64], batch_size=16, verbose=0)  # traced without the monitor
+    monitor = tfdist.callbacks.CommunicationMonitor()
+    history = model.fit(
+        X[:64], Y[:64], batch_size=16, epochs=2, verbose=0, callbacks=[monitor]
+    ).history
+    parameters = 8 * 4 + 4 + 4 * 2 + 2
+    floats = {"none": parameters, "power_sgd": 12 + 6 + 4 + 2}.get(how, (2 * 4 + 4) / 4)
+    np.testing.assert_allclose(history["sent_megabytes_per_step"], [4 * floats / 1e6] * 2)
+    np.testing.assert_allclose(history["compression_ratio"], [parameters / floats] * 2)
+    assert all(0 < share < 1 for share in history["exchange_share"])
+    assert all((value > 0) == (how != "none") for value in history["residual_to_gradient"])
+
+
+def test_communication_monitor_is_silent_elsewhere():
+    monitor = tfdist.callbacks.CommunicationMonitor()
+    model = compiled_model(contextlib.nullcontext())
+    history = model.fit(X, Y, verbose=0, callbacks=[monitor]).history
+    assert set(history) == {"loss", "accuracy"}
+
+
+def test_plain_keras_reads_files_with_residuals(tmp_path):
+    one_bit = compression.one_bit(block=8)
+    model = compiled_model(tfdist.MirroredStrategy(["CPU:0", "CPU:1"], compression=one_bit).scope())
+    model.fit(X, Y, batch_size=25, verbose=0)
+    model.save(tmp_path / "model.keras")
+    plain = keras.models.load_model(tmp_path / "model.keras")
+    assert_same(plain.get_weights(), model.get_weights(), tolerance=0)
+    assert int(plain.optimizer.iterations) == int(model.optimizer.iterations)
+    assert_same(
+        [v.numpy() for v in plain.optimizer.variables],
+        [v.numpy() for v in model.optimizer.variables],
+        tolerance=0,
+    )
+
+
+def test_unknown_state_in_a_file_is_said(tmp_path):
+    model = compiled_model(
+        tfdist.MirroredStrategy(["CPU:0", "CPU:1"], compression=compression.one_bit()).scope()
+    )
+    model.fit(X, Y, batch_size=25, verbose=0)
+    model.save(tmp_path / "model.keras")
+    other = tfdist.MirroredStrategy(["CPU:0", "CPU:1"], compression=compression.top_k(0.1))
+    with other.scope(), pytest.warns(UserWarning, match=r"compression=error_feedback\(one_bit"):
+        keras.models.load_model(tmp_path / "model.keras")

@@ -83,3 +83,25 @@ def test_a_frozen_worker_is_noticed_by_its_peer(tmp_path):
     done = run_two(tmp_path, script)
     assert done.returncode == 7, done.stdout[-3000:] + done.stderr[-3000:]
     assert "noticed after" in done.stdout
+
+
+def test_compressions_that_differ_are_refused(tmp_path):
+    """At the start, on both workers, with both named."""
+    path = tmp_path / "train.py"
+    path.write_text(
+        "import json, os, tfdist\n"
+        "from tfdist import compression\n"
+        "rank = json.loads(os.environ['TF_CONFIG'])['task']['index']\n"
+        "made = compression.top_k(0.01) if rank else compression.fp16()\n"
+        "tfdist.MultiWorkerMirroredStrategy(compression=made)\n"
+    )
+    command = [sys.executable, "-m", "tfdist.launch", "run", "-n", "2", str(path)]
+    environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    output = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "strategy: compression must be the same on all workers, but it differs" in output
+    assert "error_feedback(fp16())" in output
+    assert "error_feedback(top_k(0.01))" in output
