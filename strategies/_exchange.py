@@ -206,7 +206,7 @@ class GradientExchange(trackable.Trackable):
     def _gathered(self, rows):
         """The rows of all workers, in the order of their ranks."""
         flat = b"".join(np.ascontiguousarray(value).tobytes() for row in rows for value in row)
-        words = np.frombuffer(flat + b"\\0" * (-len(flat) % 4), np.int32)
+        words = np.frombuffer(flat + bytes(-len(flat) % 4), np.int32)
         everyone = []
         hosts = self._extended.host_group()
         for worker in hosts.gather(tf.constant(words)).numpy():

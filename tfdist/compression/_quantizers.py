@@ -202,7 +202,8 @@ def threshold(t, *, error_feedback=True):
     """Sends -t, 0 or t: what an element has gathered beyond t, 2 bits an element.
 
     An element whose gradients are larger than ``t`` step after step falls behind: choose ``t`` no
-    smaller than typical gradients.
+    smaller than typical gradients. From three replicas on, the sum is compressed again with the
+    same ``t``, so it is the sum over all replicas that must seldom exceed ``t``.
 
     Args:
         t: the threshold, in units of the gradient (of its sum over a replica's rows as the
