@@ -50,6 +50,7 @@ def run_workers(compression, folder):
 
 
 def train(options):
+    """One worker: trains a step or two to trace, then those that worker 0 records."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -107,6 +108,7 @@ def steps_of(events):
 
 
 def show(steps):
+    """Prints the last step as bars over time."""
     if not steps:
         sys.exit("The trace holds no step.")
     step = steps[-1]

@@ -13,6 +13,7 @@ from tfdist import compression
 
 
 def main():
+    """Trains on scikit-learn's digits, and prints what was sent."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--steps", type=int, help="steps in an epoch (default: all)")

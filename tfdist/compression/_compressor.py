@@ -153,6 +153,7 @@ def narrow(values, dtype):
 
 
 def length(spec):
+    """The number of elements of a tensor or ``tf.TensorSpec`` with a static shape."""
     return spec.shape.num_elements()
 
 

@@ -18,6 +18,8 @@ class MatrixState(NamedTuple):
 
 
 class PowerState(NamedTuple):
+    """State of :func:`power_sgd` for all gradients."""
+
     matrices: list[MatrixState]
     step: tf.Tensor  # scalar int32
 

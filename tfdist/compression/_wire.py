@@ -22,6 +22,7 @@ def from_words(words, specs):
 
 
 def specs_of(payload):
+    """A list of ``tf.TensorSpec``: shape and dtype of each tensor of a payload."""
     return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in payload]
 
 
