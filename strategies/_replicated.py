@@ -119,7 +119,7 @@ class ReplicatedExtended:
         if self._num_replicas_in_sync == 1:
             return gradients
         replica = distribute_lib.get_replica_context()
-        if context.executing_eagerly() and exchange is None:
+        if context.executing_eagerly() and self.compression is None:
             return replica.all_reduce(tf.distribute.ReduceOp.SUM, gradients)
         if context.executing_eagerly() and len(self.worker_devices) > 1:
             raise ValueError(
