@@ -53,6 +53,10 @@ class Compressor(NamedTuple):
     """Whether it keeps few elements. The sum of sparse tensors is denser than each, so it is never
     compressed again on its way."""
 
+    encode_decode: Callable[[tf.Tensor, State], tuple[Payload, tf.Tensor, State]] | None = None
+    """Optional, for error feedback, where it is cheaper than to decode the payload:
+    ``encode_decode(tensor, state) -> (payload, decoded, new state)``."""
+
 
 class Feedback(NamedTuple):
     """State of a compressor with error feedback."""
@@ -86,11 +90,21 @@ def error_feedback(compressor: Compressor) -> Compressor:
 
     def encode(tensor, state):
         corrected = tensor + state.residual
-        payload, inner = compressor.encode(corrected, state.inner)
-        sent = compressor.decode(payload, tf.TensorSpec(tensor.shape, tensor.dtype))
+        payload, sent, inner = encode_and_decode(compressor, corrected, state.inner)
         return payload, Feedback(corrected - sent, inner)
 
-    return compressor._replace(name=f"error_feedback({compressor.name})", init=init, encode=encode)
+    return compressor._replace(
+        name=f"error_feedback({compressor.name})", init=init, encode=encode, encode_decode=None
+    )
+
+
+def encode_and_decode(compressor, tensor, state):
+    """The payload, what the receiver makes of it, and the new state."""
+    if compressor.encode_decode is not None:
+        return compressor.encode_decode(tensor, state)
+    payload, state = compressor.encode(tensor, state)
+    decoded = compressor.decode(payload, tf.TensorSpec(tensor.shape, tensor.dtype))
+    return payload, decoded, state
 
 
 def mark_non_finite(compressor: Compressor) -> Compressor:
@@ -124,6 +138,7 @@ def mark_non_finite(compressor: Compressor) -> Compressor:
         encode=encode,
         decode=decode,
         payload_bytes=lambda spec: compressor.payload_bytes(spec) + 4,
+        encode_decode=None,
     )
 
 

@@ -182,19 +182,37 @@ def one_bit(*, block=512, error_feedback=True):
     """
     require_positive("one_bit", "block", block)
 
-    def mean_magnitude(blocks):
-        # Divided first: sums of large elements overflow.
-        width = tf.cast(tf.shape(blocks)[1], blocks.dtype)
-        return tf.reduce_sum(tf.abs(blocks) / width, 1, keepdims=True)
+    def encode(tensor, state):
+        payload, _, state = encode_decode(tensor, state)
+        return payload, state
 
-    def quantize(scaled):
-        return tf.cast(scaled >= 0, tf.int32)
+    def encode_decode(tensor, state):
+        n = length(tensor)
+        blocks = _in_blocks(tf.cast(tensor, working_dtype(tensor.dtype)), block)
+        # Half of the mean: the sum does not overflow where all elements are finite.
+        half = tf.reduce_sum(tf.abs(blocks) / (2 * blocks.shape[1]), 1)
+        largest = tf.constant(blocks.dtype.max, blocks.dtype)
+        scale = tf.where(tf.math.is_finite(half), tf.minimum(half, largest / 2) * 2, float("nan"))
+        signs = tf.cast(tf.reshape(blocks, [-1]) >= 0, tf.int32)
+        values = tf.where(blocks >= 0, scale[:, None], -scale[:, None])
+        decoded = narrow(tf.reshape(values, [-1])[:n], tensor.dtype)
+        return (pack(signs, 1), scale), decoded, state
 
-    def dequantize(codes, dtype):
-        return tf.cast(codes * 2 - 1, dtype)
+    def decode(payload, spec):
+        words, scale = payload
+        signs = tf.cast(2 * unpack(words, 1, _padded_length(spec, block)) - 1, scale.dtype)
+        values = tf.reshape(signs, [scale.shape[0], -1]) * scale[:, None]
+        return narrow(tf.reshape(values, [-1])[: length(spec)], spec.dtype)
 
-    name = f"one_bit(block={block})"
-    compressor = _blockwise(name, block, 1, mean_magnitude, quantize, dequantize, biased=True)
+    compressor = Compressor(
+        name=f"one_bit(block={block})",
+        init=stateless,
+        encode=encode,
+        decode=decode,
+        payload_bytes=lambda spec: _block_bytes(spec, block, 1),
+        biased=True,
+        encode_decode=encode_decode,
+    )
     return _fed_back(compressor, error_feedback)
 
 
@@ -243,70 +261,66 @@ def _largest(blocks):
     return tf.reduce_max(tf.abs(blocks), 1, keepdims=True)
 
 
-def _blockwise(name, block, bits, scale_of, quantize, dequantize, biased=False):
-    """A compressor with one scale for each block.
+def _blockwise(name, block, bits, scale_of, quantize, dequantize):
+    """An unbiased compressor with one scale for each block.
 
     Args:
         scale_of: ``scale_of(blocks [m, b]) -> [m, 1]``.
         quantize: ``quantize(scaled [m, b], noise [m, b]) -> codes``, int32 in [0, 2^bits); scaled
-            is x / scale, noise uniform in [0, 1), left out
-            where ``biased``.
+            is x / scale, noise uniform in [0, 1).
         dequantize: ``dequantize(codes, dtype) -> float``, what x / scale became.
     """
 
-    def shape_of(n):
-        width = min(block, n)
-        return -(-n // width), width
-
-    def init(_):
-        return () if biased else tf.zeros([], tf.int32)  # steps, so that the noise changes
-
-    def encode(tensor, state):
-        n = length(tensor)
-        rows, width = shape_of(n)
-        values = tf.cast(tensor, working_dtype(tensor.dtype))
-        blocks = tf.reshape(_pad(values, rows * width), [rows, width])
+    def encode(tensor, step):
+        blocks = _in_blocks(tf.cast(tensor, working_dtype(tensor.dtype)), block)
         # What a scale adds up to may overflow where no element is infinite.
-        scale = tf.minimum(scale_of(blocks), tf.constant(values.dtype.max, values.dtype))
+        scale = tf.minimum(scale_of(blocks), tf.constant(blocks.dtype.max, blocks.dtype))
         # Below float32's normal numbers the reciprocal would overflow; arithmetic flushes them.
         is_normal = scale >= tf.cast(2.0**-126, scale.dtype)
         scaled = tf.where(is_normal, blocks / tf.where(is_normal, scale, 1), 0)
-        if biased:
-            codes = quantize(scaled)
-        else:
-            noise = dither(tf.reshape(blocks, [-1]), state)
-            codes = quantize(scaled, tf.cast(tf.reshape(noise, [rows, width]), scaled.dtype))
-            state = state + 1
+        noise = tf.reshape(dither(tf.reshape(blocks, [-1]), step), blocks.shape)
+        codes = quantize(scaled, tf.cast(noise, scaled.dtype))
         is_finite = tf.reduce_all(tf.math.is_finite(blocks), 1, keepdims=True)
         scale = tf.where(is_finite, scale, float("nan"))
-        codes = tf.reshape(codes, [-1])[:n]
-        return (pack(codes, bits), tf.reshape(scale, [rows])), state
+        return (pack(tf.reshape(codes, [-1]), bits), scale[:, 0]), step + 1
 
     def decode(payload, spec):
-        n = length(spec)
-        rows, width = shape_of(n)
         words, scale = payload
-        codes = _pad(unpack(words, bits, n), rows * width)
-        values = tf.reshape(dequantize(codes, scale.dtype), [rows, width]) * scale[:, None]
-        return narrow(tf.reshape(values, [-1])[:n], spec.dtype)
-
-    def payload_bytes(spec):
-        rows, _ = shape_of(length(spec))
-        return 4 * num_words(length(spec), bits) + working_dtype(spec.dtype).size * rows
+        codes = unpack(words, bits, _padded_length(spec, block))
+        values = tf.reshape(dequantize(codes, scale.dtype), [scale.shape[0], -1]) * scale[:, None]
+        return narrow(tf.reshape(values, [-1])[: length(spec)], spec.dtype)
 
     return Compressor(
         name=name,
-        init=init,
+        init=lambda _: tf.zeros([], tf.int32),  # steps, so that the noise changes
         encode=encode,
         decode=decode,
-        payload_bytes=payload_bytes,
-        biased=biased,
+        payload_bytes=lambda spec: _block_bytes(spec, block, bits),
+        biased=False,
     )
 
 
-def _pad(vector, n):
-    missing = n - vector.shape[0]
-    return tf.pad(vector, [[0, missing]]) if missing else vector
+def _in_blocks(vector, block):
+    """[m, b] of [n]; the last block is padded, and its padding is sent.
+
+    All that follows has the padded length, which compilers vectorise several times better than
+    rows of which one ends early.
+    """
+    n = length(vector)
+    missing = _padded_length(vector, block) - n
+    padded = tf.pad(vector, [[0, missing]]) if missing else vector
+    return tf.reshape(padded, [-1, min(block, n)])
+
+
+def _padded_length(spec, block):
+    width = min(block, length(spec))
+    return -(-length(spec) // width) * width
+
+
+def _block_bytes(spec, block, bits):
+    padded = _padded_length(spec, block)
+    num_scales = padded // min(block, length(spec))
+    return 4 * num_words(padded, bits) + working_dtype(spec.dtype).size * num_scales
 
 
 def _fed_back(compressor, wanted):

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfdist.compression._bits import mix, num_words, pack, unpack
 from tfdist.compression._compressor import (
     Compressor,
+    encode_and_decode,
     length,
     mark_non_finite,
     non_finite_mark,
@@ -120,14 +121,13 @@ def momentum_corrected(compressor, momentum, name):
     def encode(tensor, state):
         velocity = tf.cast(momentum, tensor.dtype) * state.velocity + tensor
         residual = state.residual + velocity
-        payload, inner = compressor.encode(residual, state.inner)
-        sent = compressor.decode(payload, tf.TensorSpec(tensor.shape, tensor.dtype))
+        payload, sent, inner = encode_and_decode(compressor, residual, state.inner)
         is_kept = sent == 0
         zero = tf.zeros_like(tensor)
         velocity = tf.where(is_kept, velocity, zero)
         return payload, Momentum(velocity, tf.where(is_kept, residual, zero), inner)
 
-    return compressor._replace(name=name, init=init, encode=encode)
+    return compressor._replace(name=name, init=init, encode=encode, encode_decode=None)
 
 
 def dgc_compressor(fraction, momentum):
