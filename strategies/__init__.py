@@ -8,6 +8,12 @@ if __name__ != "tfdist.strategies":
 
 from tfdist.strategies.mirrored import MirroredStrategy
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
+from tfdist.strategies.parameter_server import ParameterServerStrategy
 from tfdist.strategies.tpu import TPUStrategy
 
-__all__ = ["MirroredStrategy", "MultiWorkerMirroredStrategy", "TPUStrategy"]
+__all__ = [
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "ParameterServerStrategy",
+    "TPUStrategy",
+]

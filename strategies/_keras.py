@@ -21,7 +21,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src import tree
-from keras.src.backend.common import global_state
+from keras.src.backend.common import global_state, stateless_scope
+from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.common.symbolic_scope import SymbolicScope
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
@@ -37,14 +38,17 @@ from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import data_structures
 
 from tfdist.compression import all_reduce, everywhere
-from tfdist.strategies import _functions, _input
 from tfdist.strategies._agreement import digest
 from tfdist.strategies._exchange import GradientExchange
 from tfdist.strategies._saving import exchanges_in, write_once
+from tfdist.strategies._server_variables import ServerVariable
 from tfdist.strategies._step import MetricState, current_step, zero_without_rows
+from tfdist.strategies._worker_step import WorkerStep
 
 KERAS_VERSION = tuple(int(part) for part in keras.__version__.split(".")[:2])
 OLDEST_KERAS = (3, 8)
+
+_NOT_ELEMENTWISE = ("Adafactor", "Lamb", "Muon")
 
 _replacements = []
 
@@ -84,6 +88,7 @@ def install():
         replacement = functools.wraps(stock)(make(stock))
         replacement._tfdist_stock = stock
         setattr(owner, name, replacement)
+    keras.Variable.sparse_read = property(_sparse_read)
     tf_trainer.loss_module = types.SimpleNamespace(
         unscale_loss_for_distribution=_unscale_weighted,
         scale_loss_for_distribution=lambda v: loss_module.scale_loss_for_distribution(v),
@@ -156,9 +161,55 @@ def variable_role(kwargs):
 
 
 def _is_made_by_a_layer():
+    return isinstance(_maker(), keras.Layer)
+
+
+def is_step_state():
+    """Whether the variable that is being made is state that steps change by themselves: of a
+    layer, or of a seed generator."""
+    return isinstance(_maker(), keras.Layer | seed_generator.SeedGenerator)
+
+
+def _maker():
     scopes = global_state.get_global_attribute("name_scope_stack") or []
     callers = [scope.caller for scope in scopes if scope.caller is not None]
-    return bool(callers) and isinstance(callers[-1], keras.Layer)
+    return callers[-1] if callers else None
+
+
+@_replaces(keras_variables.Variable, "assign_add", ["self", "value"])
+def _add_on_the_server(stock):
+    def assign_add(self, value):
+        # Stock reads, adds and writes: an update that comes in between would be lost.
+        if _is_on_a_server(self):
+            return self._value.assign_add(tf.cast(value, self._value.dtype))
+        return stock(self, value)
+
+    return assign_add
+
+
+@_replaces(keras_variables.Variable, "assign_sub", ["self", "value"])
+def _subtract_on_the_server(stock):
+    def assign_sub(self, value):
+        if _is_on_a_server(self):
+            return self._value.assign_sub(tf.cast(value, self._value.dtype))
+        return stock(self, value)
+
+    return assign_sub
+
+
+def _is_on_a_server(variable):
+    is_ours = isinstance(getattr(variable, "_value", None), ServerVariable)
+    return is_ours and not stateless_scope.in_stateless_scope()
+
+
+def _sparse_read(self):
+    """``sparse_read`` of a variable on servers, which ``tf.gather`` looks for.
+
+    Without it an embedding would bring the whole table to the worker.
+    """
+    if _is_on_a_server(self):
+        return self._value.sparse_read
+    raise AttributeError("sparse_read")
 
 
 @_replaces(seed_generator.SeedGenerator, "next", ["self", "ordered"])
@@ -166,6 +217,12 @@ def _seeds_of_their_own(stock):
     def next(self, ordered=True):
         seed = stock(self, ordered=ordered)
         strategy = _replica_strategy()
+        step = current_step()
+        if isinstance(step, WorkerStep):
+            # Workers read the same state: the number of the step tells them apart.
+            number = step.serial * strategy.num_replicas_in_sync + step.replica
+            offset = tf.cast(number, seed.dtype) * tf.constant(1_000_003, seed.dtype)
+            return seed + tf.stack([offset, tf.zeros([], seed.dtype)])
         if strategy is None or strategy.num_replicas_in_sync == 1:
             return seed
         # Replica 0 draws what one process draws; the others draw something else.
@@ -313,6 +370,10 @@ def _exchange_before_looking(stock):
         # A sum is finite only where every replica's gradient is, so all replicas take the same
         # branch; and no collective is left inside of it.
         variables = list(trainable_variables or self._trainable_variables)
+        if isinstance(current_step(), WorkerStep):
+            inner = self.inner_optimizer
+            _push(strategy, self, inner, grads, variables, lambda g: stock(self, g, variables))
+            return None
         grads = _weight_by_rows(self, grads, variables)
         if strategy.compression is not None:
             # Residuals must not depend on a scale that changes. (A power of two: exact.)
@@ -336,9 +397,55 @@ def _build_first(stock):
         if _replica_strategy() is not None and trainable_variables is not None and len(grads) > 0:
             trainable_variables = list(trainable_variables)
             _build_outside_of_step(self, trainable_variables)
+        if isinstance(current_step(), WorkerStep) and id(self) not in _marks() and len(grads) > 0:
+            variables = list(trainable_variables or self._trainable_variables)
+            strategy = _replica_strategy()
+            _push(strategy, self, self, grads, variables, lambda g: stock(self, g, variables))
+            return None
         return stock(self, grads, trainable_variables)
 
     return apply
+
+
+def _push(strategy, optimizer, updating, gradients, variables, apply):
+    """Lets the servers apply a worker's gradients, now or together with those of other workers.
+
+    Args:
+        optimizer: the one that the training step has called.
+        updating: the one that updates the variables: the same, or the one that it wraps.
+        apply: ``apply(gradients)``.
+    """
+    step = current_step()
+    if not step.is_deferring and getattr(updating, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "gradient_accumulation_steps: gradients of several workers can't be accumulated one "
+            "by one under ParameterServerStrategy, since each is applied as soon as it comes. "
+            "Use a larger batch, or consistency=tfdist.Sync()."
+        )
+    gradients = _weight_by_rows(optimizer, gradients, variables)
+    gradients = _exchange(strategy, updating, gradients, variables)
+    if step.is_deferring:
+        step.deferred.append((optimizer, gradients, variables))
+        return
+    _marks()[id(updating)] = "held"
+    try:
+        step.transport.commit(step, gradients, lambda: apply(gradients))
+    finally:
+        del _marks()[id(updating)]
+
+
+@_replaces(base_optimizer.BaseOptimizer, "_get_current_learning_rate", ["self"])
+def _rate_for_stale_gradients(stock):
+    def _get_current_learning_rate(self):
+        rate = stock(self)
+        step = current_step()
+        if not isinstance(step, WorkerStep) or step.staleness_now is None:
+            return rate
+        if not step.transport.settings.scales_rate:
+            return rate
+        return rate / tf.cast(tf.maximum(step.staleness_now, 1), rate.dtype)
+
+    return _get_current_learning_rate
 
 
 def _build_outside_of_step(optimizer, variables):
@@ -470,6 +577,13 @@ def _build_with_exchange(stock):
         values = [getattr(variable, "value", variable) for variable in variables]
         strategies = [getattr(value, "distribute_strategy", None) for value in values]
         strategy = _strategy_of(strategies[0]) if strategies else None
+        sharded = [v for v in values if getattr(v, "is_sharded", False)]
+        if sharded and type(self).__name__ in _NOT_ELEMENTWISE:
+            raise ValueError(
+                f"{type(self).__name__} looks at a variable as a whole, which {sharded[0].name} is "
+                "not: it is cut into shards on several servers. Use an optimizer that treats every "
+                "element by itself (SGD, Adam, AdamW, ...), or no variable_partitioner."
+            )
         wraps_another = isinstance(self, loss_scale_optimizer.LossScaleOptimizer)
         if strategy is None or wraps_another or not hasattr(strategy.extended, "exchange_groups"):
             return
@@ -497,9 +611,9 @@ def _make_training_function(stock):
         strategy = _strategy_of(self.distribute_strategy)
         if strategy is None:
             return stock(self, step_function)
-        return _functions.training_function(
-            strategy,
+        return strategy.training_function(
             step_function,
+            is_training=step_function == self.train_step,
             metrics_behind=functools.partial(_metrics_behind, self),
             steps_per_execution=self.steps_per_execution,
             run_eagerly=self.run_eagerly,
@@ -516,8 +630,7 @@ def _make_predict_function(stock):
         if strategy is None:
             return stock(self, force)
         if self.predict_function is None or force:
-            self.predict_function = _functions.predict_function(
-                strategy,
+            self.predict_function = strategy.predict_function(
                 self.predict_step,
                 run_eagerly=self.run_eagerly,
                 jit_compile=_may_compile(self, strategy),
@@ -548,6 +661,7 @@ def _metrics_behind(trainer, step, logs):
             everything = {k: v for metric in metrics for k, v in results_of(metric).items()}
         return {k: v for k, v in everything.items() if k in logs}
 
+    results.variables = variables
     return MetricState([tf.convert_to_tensor(v) for v in variables], results)
 
 
@@ -573,7 +687,7 @@ def _build_from_spec(stock):
         if is_ours and type(self).call in (keras.Model.call, keras.Layer.call):
             # A model that is all train_step (a GAN, say) has nothing that could be called.
             return None
-        if isinstance(source, _input.StepInput):
+        if hasattr(source, "element_spec"):
             # The specification is enough: no data is read, so a generator loses nothing.
             iterator = None
             data_batch = tf.nest.map_structure(
@@ -712,10 +826,8 @@ def _feed_replicas(stock):
             dataset = _shuffled_arrays(adapter, seed, epoch)
         else:
             dataset = adapter.get_tf_dataset()
-        source = _input.distribute(
-            strategy,
+        source = strategy.distribute_input(
             dataset,
-            board=board,
             num_batches=adapter.num_batches,
             same_stream=is_array,
         )

@@ -14,7 +14,7 @@ from tensorflow.python.eager import context
 
 from tfdist.collectives import bucketed_sum
 from tfdist.compression import as_exchange
-from tfdist.strategies import _keras, _saving
+from tfdist.strategies import _functions, _input, _keras, _saving
 from tfdist.strategies._collective import Launcher, ReplicaCollective, launcher_for
 from tfdist.strategies._step import MetricVariable, StepAveragedVariable
 
@@ -44,6 +44,19 @@ class Replicated:
         _keras.install()
         _saving.install()
         return super().scope()
+
+    def training_function(self, step_fn, *, is_training, **settings):
+        """See :func:`tfdist.strategies._functions.training_function`."""
+        del is_training
+        return _functions.training_function(self, step_fn, **settings)
+
+    def predict_function(self, step_fn, **settings):
+        """See :func:`tfdist.strategies._functions.predict_function`."""
+        return _functions.predict_function(self, step_fn, **settings)
+
+    def distribute_input(self, dataset, **known):
+        """See :func:`tfdist.strategies._input.distribute`."""
+        return _input.distribute(self, dataset, board=self.board, **known)
 
     def watch_communication(self):
         """Lets the gradient exchanges of steps traced from now on keep statistics."""

@@ -3,8 +3,6 @@
 import atexit
 import contextlib
 import ctypes
-import dataclasses
-import json
 import platform
 import sys
 
@@ -112,7 +110,11 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
     def __init__(self, cluster_resolver=None, communication_options=None, *, compression=None):
         exchange = exchange_for(compression)
         self._set_collective_keys()
-        members = cluster.resolve() if cluster_resolver is None else _members(cluster_resolver)
+        members = (
+            cluster.resolve()
+            if cluster_resolver is None
+            else cluster.from_resolver(cluster_resolver)
+        )
         cluster.require_no_ps(members, "MultiWorkerMirroredStrategy")
         together = members.num_workers > 1 and members.task_type in ("chief", "worker")
         if together:
@@ -162,16 +164,6 @@ def _without_timeout(options):
     return tf.distribute.experimental.CommunicationOptions(
         bytes_per_pack=options.bytes_per_pack, implementation=options.implementation
     )
-
-
-def _members(resolver):
-    """The Cluster that a TensorFlow cluster resolver describes."""
-    jobs = resolver.cluster_spec().as_dict()
-    if not jobs:
-        return cluster.Cluster({}, "worker", 0, "cluster_resolver")
-    task = {"type": resolver.task_type, "index": resolver.task_id}
-    config = json.dumps({"cluster": jobs, "task": task})
-    return dataclasses.replace(cluster.resolve({"TF_CONFIG": config}), source="cluster_resolver")
 
 
 def _resolver(members):

@@ -33,10 +33,26 @@ class Topology(NamedTuple):
 
     workers: int  # 0: no strategy at all, the reference
     devices: int
+    servers: int = 0  # parameter servers; then there is a chief, which alone reports
+    options: tuple = ()  # further arguments of the runner
 
     @property
     def replicas(self):
         return max(self.workers, 1) * self.devices
+
+    @property
+    def has_chief(self):
+        return self.servers > 0 or "--colocate-ps" in self.options
+
+    def tasks(self):
+        """``(addresses, [(job, index), ...])`` of the processes to start."""
+        if not self.has_chief:
+            addresses = free_addresses(self.workers) if self.workers > 1 else ()
+            return addresses, [("worker", i) for i in range(max(self.workers, 1))]
+        counts = {"chief": 1, "worker": self.workers, "ps": self.servers}
+        free = iter(free_addresses(sum(counts.values())))
+        jobs = {job: [next(free) for _ in range(count)] for job, count in counts.items() if count}
+        return jobs, [(job, i) for job, own in jobs.items() for i in range(len(own))]
 
 
 TOPOLOGIES = {
@@ -45,6 +61,11 @@ TOPOLOGIES = {
     "2x1": Topology(2, 1),
     "2x2": Topology(2, 2),
     "3x1": Topology(3, 1),
+    "ps": Topology(2, 1, 2),
+    "ps_shards": Topology(2, 1, 2, ("--shards",)),
+    "ps_2x2": Topology(2, 2, 1),
+    "ps_async": Topology(2, 1, 2, ("--consistency", "Async()")),
+    "ps_colocated": Topology(2, 1, 0, ("--colocate-ps",)),
 }
 
 
@@ -64,8 +85,11 @@ def free_addresses(count):
             s.close()
 
 
-def worker_environment(addresses=(), index=0):
-    """The environment of one worker: one TensorFlow thread, TF_CONFIG when there are peers."""
+def worker_environment(addresses=(), index=0, job="worker"):
+    """The environment of one process: one TensorFlow thread, TF_CONFIG when there are peers.
+
+    ``addresses``: of the workers, or of all jobs by name.
+    """
     env = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     env |= {
         "CUDA_VISIBLE_DEVICES": "-1",
@@ -76,9 +100,8 @@ def worker_environment(addresses=(), index=0):
         "TF_NUM_INTRAOP_THREADS": "1",
     }
     if addresses:
-        env["TF_CONFIG"] = json.dumps(
-            {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": index}}
-        )
+        jobs = addresses if isinstance(addresses, dict) else {"worker": list(addresses)}
+        env["TF_CONFIG"] = json.dumps({"cluster": jobs, "task": {"type": job, "index": index}})
     return env
 
 
@@ -103,7 +126,7 @@ class CaseCluster:
         self.cases = list(cases)
         self.directory = Path(directory)
         self.strategies = strategies
-        self.indices = range(max(self.shape.workers, 1))
+        self.indices = range(1 if self.shape.has_chief else max(self.shape.workers, 1))
         self._processes = []
         self._attempt = 0
         self._closed = threading.Event()
@@ -165,13 +188,14 @@ class CaseCluster:
     def _run_once(self, cases):
         """Starts the workers on the cases and waits; returns why they ended."""
         self._attempt += 1
-        addresses = free_addresses(self.shape.workers) if self.shape.workers > 1 else ()
+        addresses, tasks = self.shape.tasks()
         logs = []
-        for i in self.indices:
-            logs.append(self._log(i).open("w"))
+        for number, (job, i) in enumerate(tasks):
+            logs.append(self._log(number).open("w"))
             command = [sys.executable, str(RUNNER), "--table", str(self.table)]
             command += ["--workers", str(self.shape.workers), "--devices", str(self.shape.devices)]
-            command += ["--index", str(i), "--strategies", self.strategies]
+            command += ["--index", str(i), "--strategies", self.strategies, *self.shape.options]
+            command += ["--servers"] if self.shape.has_chief else []
             command += ["--out", str(self.directory), "--cases", ",".join(cases)]
             self._processes.append(
                 subprocess.Popen(
@@ -179,7 +203,7 @@ class CaseCluster:
                     stdin=subprocess.DEVNULL,
                     stdout=logs[-1],
                     stderr=subprocess.STDOUT,
-                    env=worker_environment(addresses, i),
+                    env=worker_environment(addresses, i, job),
                     cwd=self.directory,
                 )
             )
@@ -193,12 +217,14 @@ class CaseCluster:
     def _watch(self, cases):
         deadline = time.monotonic() + START_SECONDS + CASE_SECONDS
         pending, failed = list(cases), False
-        while any(p.poll() is None for p in self._processes):
+        # A chief comes first, and what it drives serves until it is ended.
+        waits_for = self._processes[:1] if self.shape.has_chief else self._processes
+        while any(p.poll() is None for p in waits_for):
             time.sleep(POLL_SECONDS)
             while pending and self._reported(pending[0]):
                 pending.pop(0)
                 deadline = time.monotonic() + CASE_SECONDS
-            ended_badly = any(p.poll() not in (None, 0) for p in self._processes)
+            ended_badly = any(p.poll() not in (None, 0) for p in self._processes)  # also servers
             if ended_badly and not failed:
                 failed, deadline = True, time.monotonic() + self.grace_seconds
             if time.monotonic() > deadline:
@@ -380,7 +406,8 @@ def cases(request):
 def case_names():
     """The names of the cases of all tables."""
     tests = RUNNER.parents[1]
-    tables = [tests / name / "cases.py" for name in ("conformance", "multi_worker", "compression")]
+    folders = ("conformance", "multi_worker", "compression", "parameter_server")
+    tables = [tests / name / "cases.py" for name in folders]
     return {case.name for table in tables for case in load_cases(table)}
 
 

@@ -23,7 +23,8 @@ LAUNCH = [sys.executable, "-m", "tfdist.launch"]
 # What the scripts begin with.
 PRELUDE = """
 import json, os, pathlib, signal, subprocess, sys, time
-task = json.loads(os.environ["TF_CONFIG"])["task"]
+config = json.loads(os.environ["TF_CONFIG"])
+task = config["task"]
 job, index = task["type"], task["index"]
 
 def leave_pid(folder, process=None):
@@ -181,7 +182,8 @@ def test_own_host_is_found():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--max-restarts", "2"], "--max-restarts 2: this version restarts nothing yet"),
+        (["--max-restarts", "2", "--hosts", "127.0.0.1"], "several hosts are not restarted yet"),
+        (["--ps", "1", "--colocate-ps"], "--ps and --colocate-ps contradict"),
         (["-n", "0"], "must be 1 or more"),
         (["-n", "x"], "invalid"),
         (["--startup-timeout", "-1"], "positive number of seconds"),
@@ -363,28 +365,83 @@ def test_death_by_signal_gives_128_and_its_number(script):
     assert "worker 0 was killed by SIGKILL; the other was ended" in result.stderr
 
 
-def test_servers_and_evaluator_are_ended_after_the_workers(script, pids):
+def test_evaluator_is_ended_after_the_workers(script, pids):
     path = script("""
         leave_pid(sys.argv[1])
-        if job in ("ps", "evaluator"):
+        if job == "evaluator":
             time.sleep(600)
-        while len(list(pathlib.Path(sys.argv[1]).iterdir())) < 5:
+        while len(list(pathlib.Path(sys.argv[1]).iterdir())) < 3:
             time.sleep(0.01)
     """)
-    result = run("-n", "2", "--ps", "2", "--evaluator", path, str(pids))
+    result = run("-n", "2", "--evaluator", path, str(pids))
     assert (result.returncode, result.stderr) == (0, "")
-    assert len(read_pids(pids)) == 5
+    assert len(read_pids(pids)) == 3
     all_gone(read_pids(pids))
 
 
-def test_chief_with_servers_ends_the_workers(script, pids):
+@pytest.mark.parametrize("options", [["--ps", "2", "--evaluator"], ["--colocate-ps"]])
+def test_chief_comes_with_servers_and_ends_all(script, pids, options):
     path = script("""
         leave_pid(sys.argv[1])
-        while job != "chief" or len(list(pathlib.Path(sys.argv[1]).iterdir())) < 3:
+        everyone = int(sys.argv[2])
+        while job != "chief" or len(list(pathlib.Path(sys.argv[1]).iterdir())) < everyone:
             time.sleep(0.01)
     """)
-    assert run("--chief", "--ps", "1", path, str(pids)).returncode == 0
+    everyone = 6 if "--ps" in options else 3
+    assert run("-n", "2", *options, path, str(pids), str(everyone)).returncode == 0
+    assert len(read_pids(pids)) == everyone
     all_gone(read_pids(pids))
+
+
+def test_chief_goes_on_without_a_worker_that_is_killed(script, tmp_path):
+    path = script("""
+        done = pathlib.Path(sys.argv[1])
+        if (job, index) == ("worker", 1):
+            os.kill(os.getpid(), signal.SIGKILL)
+        while job != "chief":
+            time.sleep(0.01)
+        time.sleep(1)
+    """)
+    result = run("-n", "2", "--ps", "1", path, str(tmp_path / "done"))
+    assert result.returncode == 0
+    assert "worker 1 was killed by SIGKILL; the others go on without it" in result.stderr
+
+
+def test_killed_worker_of_a_chief_starts_again_at_its_address(script, tmp_path):
+    path = script("""
+        seen = pathlib.Path(sys.argv[1])
+        own = config["cluster"][job][index]
+        if (job, index) == ("worker", 1):
+            with seen.open("a") as file:
+                file.write(own + "\\n")
+            if len(seen.read_text().split()) == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+        while job != "chief" or not seen.exists() or len(seen.read_text().split()) < 2:
+            time.sleep(0.01)
+    """)
+    result = run("-n", "2", "--ps", "1", "--max-restarts", "1", path, str(tmp_path / "seen"))
+    assert result.returncode == 0
+    assert "worker 1 was killed by SIGKILL; it starts again" in result.stderr
+    assert len(set((tmp_path / "seen").read_text().split())) == 1
+
+
+def test_failed_job_starts_again_at_other_ports(script, tmp_path):
+    path = script("""
+        seen = pathlib.Path(sys.argv[1])
+        if index == 0:
+            with seen.open("a") as file:
+                file.write(os.environ["TFDIST_RESTART"] + "\\n")
+        if os.environ["TFDIST_RESTART"] != "2":
+            time.sleep(600 if index else 0.2)
+            sys.exit(7)
+    """)
+    seen = tmp_path / "seen"
+    result = run("-n", "2", "--max-restarts", "3", path, str(seen))
+    assert (result.returncode, seen.read_text().split()) == (0, ["0", "1", "2"])
+    assert "worker 0 failed with exit code 7" in result.stderr
+    assert "starts again in 2 s (restart 2 of 3)" in result.stderr
+    result = run("-n", "2", "--max-restarts", "1", path, str(seen))
+    assert result.returncode == 7
 
 
 def test_what_a_worker_leaves_behind_is_ended(script, pids):

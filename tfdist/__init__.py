@@ -9,8 +9,14 @@ import importlib
 __version__ = "0.1.0"
 
 _HOME = {
+    "Async": "tfdist.staleness",
+    "DelayCompensation": "tfdist.staleness",
     "MirroredStrategy": "tfdist.strategies",
     "MultiWorkerMirroredStrategy": "tfdist.strategies",
+    "ParameterServerStrategy": "tfdist.strategies",
+    "Stale": "tfdist.staleness",
+    "StalenessScaledRate": "tfdist.staleness",
+    "Sync": "tfdist.staleness",
     "TPUStrategy": "tfdist.strategies",
 }
 _MODULES = (
@@ -20,6 +26,7 @@ _MODULES = (
     "compression",
     "launch",
     "rendezvous",
+    "staleness",
     "strategies",
 )
 

@@ -43,6 +43,10 @@ class PeersUnreachable(TimeoutError):
         self.peers = list(peers)
 
 
+class ServerLost(ConnectionError):
+    """A task that holds parameters is gone, and with it what was not saved."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Cluster:
     """The tasks of a job and which of them this process is.
@@ -159,6 +163,20 @@ def resolve(environ: Mapping[str, str] = os.environ) -> Cluster:
     if "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
         return _from_slurm(environ)
     return Cluster(jobs={}, task_type="worker", task_index=0, source="none")
+
+
+def from_resolver(resolver) -> Cluster:
+    """The cluster that a ``tf.distribute.cluster_resolver.ClusterResolver`` describes.
+
+    Raises:
+        ClusterError: it describes it wrongly.
+    """
+    jobs = resolver.cluster_spec().as_dict()
+    if not jobs:
+        return Cluster({}, "worker", 0, "cluster_resolver")
+    task = {"type": resolver.task_type, "index": resolver.task_id}
+    config = json.dumps({"cluster": jobs, "task": task})
+    return dataclasses.replace(resolve({"TF_CONFIG": config}), source="cluster_resolver")
 
 
 def require_no_ps(cluster: Cluster, strategy_name: str) -> None:

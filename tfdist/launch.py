@@ -8,6 +8,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import importlib.metadata
 import os
 import platform
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 import tfdist
@@ -33,6 +34,7 @@ _GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 _REMOTE_GRACE_SECONDS = _GRACE_SECONDS + 5.0  # a launcher on another host gives its own grace
 _DRAIN_SECONDS = 1.0  # for the last output of a process that has ended
 _TICK_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 60.0  # before a job is started again
 _LAST_LINES = 20
 _LONGEST_LINE_BYTES = 1 << 20
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
@@ -67,7 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     run.set_defaults(command=_run)
     add = run.add_argument
     add("-n", "--workers", type=_positive, metavar="N", help="worker processes (default: 1)")
-    add("--ps", type=_count, default=0, metavar="P", help="parameter servers, besides the workers")
+    add("--ps", type=_count, default=0, metavar="P", help="parameter servers, and a chief")
+    add(
+        "--colocate-ps",
+        action="store_true",
+        help="a chief; the workers hold the parameters, without servers",
+    )
     add("--chief", action="store_true", help="a chief, besides the workers")
     add("--evaluator", action="store_true", help="an evaluator, which takes no part in training")
     add("--hosts", metavar="A:2,B:2", help="hosts, each with its number of workers")
@@ -75,7 +82,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", metavar="A", help="which of the hosts this is (default: found by its name)")
     add("--ssh", action="store_true", help="start the launchers of the other hosts with ssh")
     add("--port", type=_positive, metavar="P", help=f"first port with --hosts ({_FIRST_PORT})")
-    add("--max-restarts", type=_count, default=0, metavar="R", help="only 0 yet: no restarts")
+    add(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="R",
+        help="times that the job is started again when it fails (default: 0)",
+    )
+    add(
+        "--step-timeout",
+        type=_seconds,
+        metavar="S",
+        help="with a chief and servers: seconds until a worker's step is given to another "
+        "(default: 300)",
+    )
     add("--log-dir", metavar="D", help="also write each process' output to D/worker-0.log, ...")
     add("--threads", type=_positive, metavar="T", help="threads per process (default: cores / n)")
     add(
@@ -349,7 +369,23 @@ def ssh_command(host: str, args: argparse.Namespace, hosts: Mapping[str, int]) -
 def _run(args: argparse.Namespace) -> int:
     hosts = _hosts(args)
     here = own_host(list(hosts), name=args.host) if hosts else None
+    args.chief = args.chief or args.ps > 0 or args.colocate_ps
     _refuse_contradictions(args, hosts, here)
+    for number in range(args.max_restarts + 1):
+        family = _run_once(args, hosts, here, number)
+        if family.has_ended_well or number == args.max_restarts:
+            return family.result
+        pause = min(_LONGEST_PAUSE_SECONDS, 2.0**number)
+        _say(
+            f"tfdist run: the job starts again in {pause:.0f} s (restart {number + 1} of "
+            f"{args.max_restarts})."
+        )
+        time.sleep(pause)
+    raise AssertionError("not reached")
+
+
+def _run_once(args: argparse.Namespace, hosts: Mapping[str, int], here: str | None, number: int):
+    """Runs the job until it ends; returns its :class:`_Family`."""
     if hosts:
         default_timeout = clusters.DEFAULT_STARTUP_TIMEOUT_SECONDS
     else:
@@ -366,8 +402,10 @@ def _run(args: argparse.Namespace) -> int:
     program = [sys.executable, "-u", *(["-m"] if args.module else []), args.script, *args.args]
     if args.log_dir:
         os.makedirs(args.log_dir, exist_ok=True)
-    # In stock TensorFlow the workers and servers of a chief that drives them wait for ever.
-    chief_decides = args.ps > 0 and any(task.job == "chief" for task in local)
+    # The workers and servers of a chief that drives them serve until they are ended.
+    has_servers = args.ps > 0 or args.colocate_ps
+    chief_decides = has_servers and any(task.job == "chief" for task in local)
+    spare = args.max_restarts if chief_decides and not args.colocate_ps else 0
     with _Family(stop_with_stdin=args.stop_with_stdin) as family:
         trainers = [task for task in local if task.job in ("chief", "worker")]
         for task in local:
@@ -376,7 +414,10 @@ def _run(args: argparse.Namespace) -> int:
                 **gpu_variables(os.environ, task, trainers, _num_gpus()),
                 **thread_variables(os.environ, processes=len(local), threads=args.threads),
                 "TF_CONFIG": task_config(task, tasks, args.startup_timeout or default_timeout),
+                "TFDIST_RESTART": str(number),
             }
+            if args.step_timeout:
+                environ["TFDIST_STEP_TIMEOUT"] = str(args.step_timeout)
             family.start(
                 program,
                 environ=environ,
@@ -384,6 +425,9 @@ def _run(args: argparse.Namespace) -> int:
                 prefix=f"[{task.label}] ",
                 log_path=_log_path(args.log_dir, task.label),
                 decides=task.job == "chief" if chief_decides else task.job in ("chief", "worker"),
+                # The others go on without a worker that is killed, and take it back.
+                may_be_killed=chief_decides and not args.colocate_ps and task.job == "worker",
+                spare=spare,
             )
         for host in (host for host in hosts if args.ssh and host != here):
             family.start(
@@ -394,7 +438,8 @@ def _run(args: argparse.Namespace) -> int:
                 decides=not chief_decides,
                 is_remote=True,
             )
-        return family.wait()
+        family.wait()
+        return family
 
 
 def _hosts(args: argparse.Namespace) -> dict[str, int]:
@@ -412,10 +457,13 @@ def _hosts(args: argparse.Namespace) -> dict[str, int]:
 def _refuse_contradictions(
     args: argparse.Namespace, hosts: Mapping[str, int], here: str | None
 ) -> None:
-    if args.max_restarts:
+    if args.max_restarts and hosts:
         raise UsageError(
-            f"--max-restarts {args.max_restarts}: this version restarts nothing yet; use 0."
+            f"--max-restarts {args.max_restarts}: jobs on several hosts are not restarted yet; "
+            "use 0."
         )
+    if args.ps and args.colocate_ps:
+        raise UsageError("--ps and --colocate-ps contradict each other; give one of them.")
     if not args.module and not os.path.isfile(args.script):
         raise UsageError(f"there is no script {args.script!r}.")
     if not hosts:
@@ -508,11 +556,21 @@ class _Output:
 class _Child:
     """One process that was started, with what the launcher must know about it."""
 
-    def __init__(self, process: subprocess.Popen, label: str, *, decides: bool, is_remote: bool):
+    def __init__(
+        self,
+        process: subprocess.Popen,
+        label: str,
+        *,
+        decides: bool,
+        is_remote: bool,
+        may_be_killed: bool = False,
+    ):
         self.process = process
         self.label = label
         self.decides = decides
         self.is_remote = is_remote
+        self.may_be_killed = may_be_killed
+        self.start_again: Callable[[], None] | None = None
         self.code: int | None = None
         self.outputs: list[_Output] = []
         self.last_lines: collections.deque[bytes] = collections.deque(maxlen=_LAST_LINES)
@@ -542,7 +600,7 @@ class _Family:
     def __init__(self, *, stop_with_stdin: bool = False):
         self._children: list[_Child] = []
         self._selector = selectors.DefaultSelector()
-        self._result: int | None = None  # set once the end has begun
+        self.result: int | None = None  # set once the end has begun
         self._ending_since = 0.0
         self._failed: _Child | None = None
         self._signal: int | None = None
@@ -584,6 +642,8 @@ class _Family:
         log_path: str | None = None,
         decides: bool,
         is_remote: bool = False,
+        may_be_killed: bool = False,
+        spare: int = 0,
     ) -> None:
         """Starts one process.
 
@@ -595,8 +655,10 @@ class _Family:
             log_path: file for its output.
             decides: whether the job goes on until it ends; the others are ended then.
             is_remote: it is an ssh client that runs another host's launcher.
+            may_be_killed: whether the others go on when a signal kills it.
+            spare: how often it is then started again.
         """
-        log = open(log_path, "wb", buffering=0) if log_path else None  # noqa: SIM115
+        log = open(log_path, "ab", buffering=0) if log_path else None  # noqa: SIM115
         process = subprocess.Popen(
             command,
             env=environ,
@@ -607,9 +669,23 @@ class _Family:
             preexec_fn=_die_with_parent(os.getpid()),
         )
         self._guard.add(process.pid)
-        child = _Child(process, label, decides=decides, is_remote=is_remote)
+        child = _Child(
+            process, label, decides=decides, is_remote=is_remote, may_be_killed=may_be_killed
+        )
         child.log = log
-        colour = _COLOURS[len(self._children) % len(_COLOURS)]
+        if may_be_killed and spare > 0:
+            child.start_again = functools.partial(
+                self.start,
+                command,
+                environ=environ,
+                label=label,
+                prefix=prefix,
+                log_path=log_path,
+                decides=decides,
+                may_be_killed=True,
+                spare=spare - 1,
+            )
+        colour = _COLOURS[len({other.label for other in self._children}) % len(_COLOURS)]
         self._children.append(child)
         for pipe, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
             shown = f"\x1b[{colour}m{prefix}\x1b[0m" if prefix and target.isatty() else prefix
@@ -648,7 +724,16 @@ class _Family:
         child.code = code
         child.kill()  # Processes that it has left behind.
         self._guard.remove(child.process.pid)
-        if self._result is not None:
+        if self.result is not None:
+            return
+        if code < 0 and child.may_be_killed:
+            # It counts as ended well: the job does without it, or has it again.
+            how = f"{child.label} was killed by {signal.Signals(-code).name}"
+            if child.start_again is None:
+                _say(f"tfdist run: {how}; the others go on without it.")
+            else:
+                _say(f"tfdist run: {how}; it starts again.")
+                child.start_again()
             return
         if code != 0:
             self._failed = child
@@ -657,22 +742,27 @@ class _Family:
             self._end_all(0)
 
     def _end_all(self, result: int) -> None:
-        if self._result is not None:
+        if self.result is not None:
             return
-        self._result = result
+        self.result = result
         self._ending_since = time.monotonic()
         for child in self._children:
             if child.code is None:
                 child.end()
 
     def _kill_late_ones(self) -> None:
-        if self._result is None:
+        if self.result is None:
             return
         waited = time.monotonic() - self._ending_since
         for child in self._children:
             grace = _REMOTE_GRACE_SECONDS if child.is_remote else _GRACE_SECONDS
             if child.code is None and waited > grace:
                 child.kill()
+
+    @property
+    def has_ended_well(self) -> bool:
+        """Whether nothing failed, or a signal or a lost output asked for the end."""
+        return self._failed is None or self._signal is not None
 
     def _report(self) -> int:
         deadline = time.monotonic() + _DRAIN_SECONDS
@@ -683,13 +773,14 @@ class _Family:
                 return self._abandon()
         if self._failed is not None:
             _say(_obituary(self._failed, others=len(self._children) - 1))
-        return self._result
+        return self.result
 
     def _open_outputs(self) -> list:
         return [key for key in self._selector.get_map().values() if key.data is not None]
 
     def _abandon(self) -> int:
         """Ends everything when nobody reads our output any more."""
+        self._failed, self.result = None, 128 + signal.SIGPIPE
         for child in self._children:
             child.kill()
         # Python would fail once more when it flushes the rest at its exit.

@@ -50,8 +50,12 @@ class Env:
                 time.sleep(0.01)
 
 
-def make_strategy(module, workers, devices):
-    """The strategy under test, from ``tfdist`` or, to test the tests, from ``tf.distribute``."""
+def make_strategy(module, workers, devices, servers=None):
+    """The strategy under test, from ``tfdist`` or, to test the tests, from ``tf.distribute``.
+
+    ``servers``: keyword arguments of a ``ParameterServerStrategy``, whose call returns only on the
+    chief.
+    """
     if devices > 1:
         cpu = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(
@@ -60,9 +64,22 @@ def make_strategy(module, workers, devices):
     if workers == 0:
         return None
     strategies = tf.distribute if module == "tf.distribute" else importlib.import_module(module)
+    if servers is not None:
+        return strategies.ParameterServerStrategy(**servers)
     if workers == 1:
         return strategies.MirroredStrategy([f"CPU:{i}" for i in range(devices)])
     return strategies.MultiWorkerMirroredStrategy()
+
+
+def server_arguments(args):
+    import tfdist
+
+    partitioner = None
+    if args.shards:  # also the smallest matrix
+        partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(64, 2)
+    name, _, argument = args.consistency.rstrip(")").partition("(")
+    consistency = getattr(tfdist, name)(*([int(argument)] if argument else []))
+    return {"variable_partitioner": partitioner, "consistency": consistency}
 
 
 def load_table(path):
@@ -89,13 +106,22 @@ def main():
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--strategies", default="tfdist")
+    parser.add_argument("--servers", action="store_true")
+    parser.add_argument("--consistency", default="Sync()")
+    parser.add_argument("--shards", action="store_true")
+    parser.add_argument("--colocate-ps", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--cases", required=True)
     args = parser.parse_args()
 
-    strategy = make_strategy(args.strategies, args.workers, args.devices)
+    servers = server_arguments(args) if args.servers else None
+    strategy = make_strategy(args.strategies, args.workers, args.devices, servers)
     table = load_table(args.table)
-    if strategy is not None and strategy.num_replicas_in_sync != args.devices * args.workers:
+    if (
+        strategy is not None
+        and servers is None
+        and strategy.num_replicas_in_sync != args.devices * args.workers
+    ):
         raise RuntimeError(
             f"expected {args.devices * args.workers} replicas, got {strategy.num_replicas_in_sync}"
         )
@@ -118,7 +144,7 @@ def main():
             if strategy is not None:
                 sys.stdout.flush()
                 os._exit(1)
-    if args.workers > 1:
+    if args.workers > 1 and servers is None:
         # A worker that leaves early would look like a crash to the others.
         Env(strategy, args.index, args.workers, args.devices, args.out).barrier("end")
 

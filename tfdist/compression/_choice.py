@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compression._compressor import require_fraction, require_positive
-from tfdist.compression._exchange import Exchange, as_exchange, through
+from tfdist.compression._exchange import Exchange, as_exchange, compressor_for, through
 from tfdist.compression._sparsifiers import dgc_compressor
 
 
@@ -138,7 +138,10 @@ def _choice(name, parts, choose):
             resized.append(part.resize(own, [specs[i] for i in group], world_size))
         return [list(parts_of_one) for parts_of_one in zip(*resized, strict=True)]
 
-    return Exchange(name, init, apply, sent_bytes, resize)
+    def compressor_of(spec):
+        return compressor_for(parts[choose(spec)], spec)
+
+    return Exchange(name, init, apply, sent_bytes, resize, compressor_of=compressor_of)
 
 
 class _Staged(NamedTuple):

@@ -65,6 +65,10 @@ class Exchange(NamedTuple):
     everywhere: bool = False
     """Whether it goes between all replicas, also between those of one host."""
 
+    compressor_of: Callable[[tf.TensorSpec], Compressor | None] | None = None
+    """``compressor_of(spec)``: what compresses one gradient on its own, where it is sent to a
+    parameter server instead; None for uncompressed. Without it, the exchange can't be used there."""
+
 
 def all_reduce() -> Exchange:
     """The exchange without compression."""
@@ -81,6 +85,7 @@ def all_reduce() -> Exchange:
             for spec in specs
         ),
         resize=lambda states, specs, world_size: [()] * world_size,
+        compressor_of=lambda spec: None,
     )
 
 
@@ -103,6 +108,26 @@ def as_exchange(compression) -> Exchange:
         "compression: expected None or what a function of tfdist.compression returns, such as "
         f"tfdist.compression.power_sgd(rank=4). Received: compression={compression!r}."
     )
+
+
+def compressor_for(exchange: Exchange | None, spec: tf.TensorSpec) -> Compressor | None:
+    """What compresses a gradient that is sent to a parameter server; None for nothing.
+
+    Args:
+        exchange: an Exchange, or None.
+        spec: of the gradient (of its part on one server), with the variable's path as name.
+
+    Raises:
+        ValueError: the exchange needs all workers at once.
+    """
+    if exchange is None:
+        return None
+    if exchange.compressor_of is None:
+        raise ValueError(
+            f"compression: {exchange.name} can't be used on the way to a parameter server. Use "
+            "int8(), one_bit(), top_k(fraction) or another Compressor."
+        )
+    return exchange.compressor_of(spec)
 
 
 def everywhere(compression) -> Exchange:
@@ -195,6 +220,7 @@ class _Through:
             apply=self._apply,
             sent_bytes=self._sent_bytes,
             resize=self._resize,
+            compressor_of=lambda spec: self._compressor,
         )
 
     def _way(self, spec, world_size):

@@ -1,0 +1,290 @@
+"""How values travel between workers and servers, inside of a traced step."""
+
+import functools
+
+import tensorflow as tf
+from tensorflow.python.framework import ops
+from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
+
+from tfdist.compression import int8
+from tfdist.strategies._server_variables import raw_read
+
+PULL_DTYPES = (None, "float16", "bfloat16", "int8")
+_SHORTEST_TO_PULL_AS_INT8 = 512  # elements; a block and its scale
+_NOTHING = -1  # the staleness of a step that pushed nothing
+
+
+class Transport:
+    """Pull and push of one strategy.
+
+    Args:
+        servers: device strings of the servers' CPUs.
+        num_workers: how many workers there are.
+        settings: :class:`tfdist.staleness.Settings`.
+        compressor_of: ``compressor_of(spec) -> Compressor or None`` for the gradient of a variable
+            (of a shard of it), by its ``tf.TensorSpec``.
+        pull_dtype: one of ``PULL_DTYPES``.
+        replica_device: ``replica_device(replica) -> str``, where a worker computes.
+    """
+
+    def __init__(self, servers, num_workers, settings, compressor_of, pull_dtype, replica_device):
+        self.settings = settings
+        self._num_workers = num_workers
+        self._compressor_of = compressor_of
+        self._pull_dtype = pull_dtype
+        self._replica_device = replica_device
+        self._pull_int8 = int8()
+        self._backups, self._slots = {}, {}
+        with ops.device(servers[0]):
+            # How many gradients were applied, and the last revoked attempt of each worker.
+            self.version = _plain_variable(tf.zeros([], tf.int64))
+            self._revoked = _plain_variable(tf.fill([num_workers], tf.constant(-1, tf.int64)))
+            # For gradients that are applied together: the rows behind each worker's.
+            self._rows = _plain_variable(tf.zeros([num_workers]))
+
+    def revoke(self, worker, attempt):
+        """Lets a worker's attempt push nothing from now on. Called on the chief."""
+        update = tf.IndexedSlices(tf.constant([attempt], tf.int64), tf.constant([worker]))
+        self._revoked.scatter_update(update)
+
+    # -------------------------------------------------------------------------------- pull
+
+    def pull(self, variable, step):
+        """Brings a ``ServerVariable`` to the worker, in the graph of the step."""
+        parts = []
+        for number, shard in enumerate(variable.shards):
+            with tf.control_dependencies([step.version]):
+                value = raw_read(shard)
+            if self.settings.lambda_ and variable.trainable:
+                with ops.device(shard.device):
+                    backup = self._backup(variable, number)
+                    backup.scatter_update(tf.IndexedSlices(value[None], _worker_index()[None]))
+            parts.append(self._carry(value, shard, step, variable.trainable))
+        with ops.device(self._replica_device(step.replica)):
+            return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+    def _carry(self, value, shard, step, is_weight):
+        here = self._replica_device(step.replica)
+        dtype = self._pull_dtype
+        if dtype is None or not is_weight or value.dtype not in (tf.float32, tf.float64):
+            with ops.device(here):
+                return tf.identity(value)
+        if dtype != "int8":
+            return self.carry_rows(value, shard.device, step.replica)
+        if value.shape.num_elements() < _SHORTEST_TO_PULL_AS_INT8:
+            with ops.device(here):
+                return tf.identity(value)
+        spec = tf.TensorSpec([value.shape.num_elements()], value.dtype)
+        with ops.device(shard.device):
+            noise = tf.cast(step.serial, tf.int32)
+            payload, _ = self._pull_int8.encode(tf.reshape(value, [-1]), noise)
+        with ops.device(here):
+            return tf.reshape(self._pull_int8.decode(payload, spec), value.shape)
+
+    def carry_rows(self, rows, device, replica):
+        """Brings rows to a replica, in the dtype in which the strategy pulls (no shorter than 16
+        bits)."""
+        is_wide = rows.dtype in (tf.float32, tf.float64)
+        narrow = {"float16": tf.float16, "bfloat16": tf.bfloat16}.get(self._pull_dtype)
+        if narrow is None or not is_wide:
+            return rows
+        with ops.device(device):
+            sent = tf.cast(rows, narrow)
+        with ops.device(self._replica_device(replica)):
+            return tf.cast(sent, rows.dtype)
+
+    def _backup(self, variable, number):
+        """What each worker has last pulled of a shard: [num_workers, *shape], on its server."""
+        return self._beside(self._backups, variable, number)
+
+    def _beside(self, kept, variable, number):
+        key = (variable._unique_id, number)
+        if key not in kept:
+            shard = variable.shards[number]
+            with tf.init_scope(), ops.device(shard.device):
+                shape = [self._num_workers, *shard.shape]
+                kept[key] = _plain_variable(tf.zeros(shape, shard.dtype))
+        return kept[key]
+
+    # -------------------------------------------------------------------------------- push
+
+    def begin(self, step):
+        """Notes at which version the step reads the weights."""
+        step.version = raw_read(self.version)
+
+    def commit(self, step, gradients, apply):
+        """Applies gradients to the servers' variables, unless the attempt was revoked.
+
+        Args:
+            step: the :class:`~tfdist.strategies._worker_step.WorkerStep`.
+            gradients: list of tensors, ``tf.IndexedSlices`` or None; nothing happens before all
+                are there.
+            apply: ``apply()`` makes the operations, through the strategy's ``extended.update``.
+        """
+        if not step.is_first_replica:
+            return
+        own = step.num_pushes
+        step.num_pushes += 1
+
+        def push():
+            staleness = tf.cast(raw_read(self.version) - step.version - own, tf.int32)
+            step.staleness_now = staleness
+            step.is_pushing = True
+            try:
+                apply()
+            finally:
+                step.is_pushing = False
+                step.staleness_now = None
+            with ops.device(self.version.device):
+                self.version.assign_add(1, read_value=False)
+            return staleness
+
+        valid = self._is_valid(step, gradients)
+        step.staleness = tf.cond(valid, push, lambda: tf.constant(_NOTHING))
+
+    def push_states(self, step, changes):
+        """Adds what a step has changed of layers' states, unless the attempt was revoked.
+
+        Args:
+            changes: list of (:class:`StateVariable`, first value, last value).
+        """
+        if not changes or not step.is_first_replica:
+            return
+
+        def push():
+            for variable, first, last in changes:
+                variable.push(first, last)
+            return tf.constant(0)
+
+        valid = self._is_valid(step, [last for _, _, last in changes])
+        tf.cond(valid, push, lambda: tf.constant(0))
+
+    def _is_valid(self, step, tensors):
+        flat = tf.nest.flatten([t for t in tensors if t is not None], expand_composites=True)
+        with tf.control_dependencies(flat), ops.device(self._revoked.device):
+            return tf.not_equal(raw_read(self._revoked)[_worker_index()], step.attempt)
+
+    def send(self, variable, number, gradient, step):
+        """Brings a gradient to a shard's server.
+
+        Args:
+            variable: the ``ServerVariable``.
+            number: the shard's.
+            gradient: the shard's part, a tensor or ``tf.IndexedSlices``.
+            step: the step, or None where the gradient is at the server already.
+        """
+        if step is None or isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        shard = variable.shards[number]
+        spec = tf.TensorSpec(shard.shape, shard.dtype, variable.name.split(":")[0])
+        compressor = self._compressor_of(spec)
+        if compressor is not None:
+            gradient = self._through(compressor, gradient, variable, number, step)
+        if self.settings.lambda_:
+            with ops.device(shard.device):
+                then = self._backup(variable, number).sparse_read(_worker_index())
+                drift = raw_read(shard) - then
+                gradient = gradient + self.settings.lambda_ * gradient * gradient * drift
+        return gradient
+
+    def _through(self, compressor, gradient, variable, number, step):
+        """The gradient as the server decodes it; the compressor's state stays on the worker."""
+        spec = tf.TensorSpec([gradient.shape.num_elements()], gradient.dtype)
+        flat = tf.reshape(gradient, [-1])
+        with ops.device(self._replica_device(step.replica)):
+            initial = tf.nest.flatten(compressor.init(spec))
+            name = f"tfdist/{variable._unique_id}/{number}/compression"
+            kept = [_Kept(leaf, f"{name}/{i}") for i, leaf in enumerate(initial)]
+            old = [leaf.read() for leaf in kept]
+            state = tf.nest.pack_sequence_as(compressor.init(spec), old)
+            payload, state = _encode(compressor)(flat, state)
+            # A residual must not remember a gradient that is not finite.
+            is_finite = tf.reduce_all(tf.math.is_finite(flat))
+            for leaf, was, new in zip(kept, old, tf.nest.flatten(state), strict=True):
+                leaf.assign(tf.where(is_finite, new, was))
+        with ops.device(variable.shards[number].device):
+            decoded = compressor.decode(tuple(payload), spec)
+            return tf.reshape(decoded, gradient.shape)
+
+    # ------------------------------------------------------------------- applied together
+
+    def keep(self, step, deferred, rows):
+        """Puts a worker's gradients beside their variables, for :meth:`kept`.
+
+        Args:
+            deferred: list of (gradients, variables).
+            rows: scalar float, the rows behind them.
+        """
+        worker = _worker_index()
+        writes = []
+        for gradients, variables in deferred:
+            for gradient, variable in zip(gradients, variables, strict=True):
+                if gradient is None:
+                    continue
+                for number, shard in enumerate(variable.shards):
+                    part = gradient if not variable.is_sharded else variable.slice(gradient, number)
+                    part = self.send(variable, number, part, step)
+                    with ops.device(shard.device):
+                        dense = tf.convert_to_tensor(part)
+                        slot = self._beside(self._slots, variable, number)
+                        slot.scatter_update(tf.IndexedSlices(dense[None], worker[None]))
+                        writes.append(dense)
+        with tf.control_dependencies(writes), ops.device(self._rows.device):
+            self._rows.scatter_update(tf.IndexedSlices(rows[None], worker[None]))
+
+    def kept(self, variable, workers, total_rows):
+        """The sum of the gradients that these workers have put beside a variable.
+
+        Weighted so that the rows that are missing are not missed.
+
+        Args:
+            workers: bool [num_workers].
+            total_rows: scalar float, the rows by which the gradients were weighted.
+        """
+        with ops.device(self._rows.device):
+            present = tf.reduce_sum(tf.where(workers, raw_read(self._rows), 0.0))
+            factor = tf.math.divide_no_nan(total_rows, present)
+        parts = []
+        for number, shard in enumerate(variable.shards):
+            with ops.device(shard.device):
+                slots = raw_read(self._beside(self._slots, variable, number))
+                chosen = tf.boolean_mask(slots, workers)
+                parts.append(tf.reduce_sum(chosen, 0) * tf.cast(factor, shard.dtype))
+        return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
+
+
+class _Kept:
+    """A variable on the worker that keeps its value from step to step; ``initial`` at first."""
+
+    def __init__(self, initial, name):
+        self._initial = initial
+        self._handle = gen_resource_variable_ops.var_handle_op(
+            dtype=initial.dtype, shape=initial.shape, shared_name=name
+        )
+
+    def read(self):
+        def value():
+            return gen_resource_variable_ops.read_variable_op(self._handle, self._initial.dtype)
+
+        is_there = gen_resource_variable_ops.var_is_initialized_op(self._handle)
+        found = tf.cond(is_there, value, lambda: tf.identity(self._initial))
+        found.set_shape(self._initial.shape)
+        return found
+
+    def assign(self, value):
+        gen_resource_variable_ops.assign_variable_op(self._handle, value)
+
+
+@functools.lru_cache(maxsize=64)
+def _encode(compressor):
+    return tf.function(compressor.encode, autograph=False, jit_compile=True)
+
+
+def _plain_variable(value):
+    return resource_variable_ops.ResourceVariable(value, trainable=False)
+
+
+def _worker_index():
+    """Scalar int32, in a graph: the number of the worker that runs it."""
+    index = tf.distribute.coordinator.experimental_get_current_worker_index()
+    return tf.cast(index, tf.int32)
