@@ -13,7 +13,7 @@ from tensorflow.python.distribute import values as distribute_values
 
 from tfdist.strategies import _input
 from tfdist.strategies._functions import _after, _without_absent
-from tfdist.strategies._server_variables import StateVariable, TotalVariable
+from tfdist.strategies._server_variables import StateVariable, TotalVariable, on_servers
 from tfdist.strategies._step import MetricState, tracing
 from tfdist.strategies._worker_step import WorkerStep
 
@@ -362,7 +362,7 @@ class TrainingFunction:
             def update(workers, total_rows):
                 for optimizer, variables in traced.deferred:
                     sums = [
-                        strategy.transport.kept(getattr(v, "value", v), workers, total_rows)
+                        strategy.transport.kept(on_servers(v), workers, total_rows)
                         for v in variables
                     ]
                     optimizer.apply(sums, variables)

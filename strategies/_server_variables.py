@@ -389,6 +389,11 @@ class TotalVariable(_CopiedVariable):
                 self._v.assign_add(tf.constant(pending, self.dtype))
 
 
+def on_servers(variable):
+    """The ``ServerVariable`` behind a variable of Keras, or itself."""
+    return variable if isinstance(variable, ServerVariable) else variable.value
+
+
 def raw_read(variable):
     """Reads a ``tf.Variable`` in a graph on its own device, unseen by tapes."""
     with ops.device(variable.device):

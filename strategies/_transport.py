@@ -7,7 +7,7 @@ from tensorflow.python.framework import ops
 from tensorflow.python.ops import gen_resource_variable_ops, resource_variable_ops
 
 from tfdist.compression import int8
-from tfdist.strategies._server_variables import raw_read
+from tfdist.strategies._server_variables import on_servers, raw_read
 
 PULL_DTYPES = (None, "float16", "bfloat16", "int8")
 _SHORTEST_TO_PULL_AS_INT8 = 512  # elements; a block and its scale
@@ -221,6 +221,7 @@ class Transport:
             for gradient, variable in zip(gradients, variables, strict=True):
                 if gradient is None:
                     continue
+                variable = on_servers(variable)
                 for number, shard in enumerate(variable.shards):
                     part = gradient if not variable.is_sharded else variable.slice(gradient, number)
                     part = self.send(variable, number, part, step)
