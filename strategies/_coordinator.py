@@ -58,6 +58,10 @@ class StepClosure(cluster_coordinator.Closure):
                 error = cluster_coordinator.ClosureInputError(error)
             raise error
         queue = worker._cluster.closure_queue
+        # Made here, not on the worker: making a constant there holds Python's lock for as long as
+        # the worker does not answer.
+        with ops.device("/job:chief/replica:0/task:0/device:CPU:0"):
+            attempt = tf.constant(self.attempt, tf.int64)
         with (
             ops.device(worker.device_name),
             context.executor_scope(worker.executor),
@@ -65,7 +69,7 @@ class StepClosure(cluster_coordinator.Closure):
         ):
             args = nest.map_structure(coordinator_context.maybe_get_remote_value, args)
             try:
-                outputs = self._function(tf.constant(self.attempt, tf.int64), *args)
+                outputs = self._function(attempt, *args)
             except tf.errors.OutOfRangeError:
                 results = None  # the data that this worker reads has ended
             else:

@@ -165,9 +165,9 @@ def _is_made_by_a_layer():
 
 
 def is_step_state():
-    """Whether the variable that is being made is state that steps change by themselves: of a
-    layer, or of a seed generator."""
-    return isinstance(_maker(), keras.Layer | seed_generator.SeedGenerator)
+    """Whether the variable that is being made, which is not trainable, is changed by steps and not
+    by an optimizer."""
+    return not isinstance(_maker(), base_optimizer.BaseOptimizer)
 
 
 def _maker():
@@ -255,8 +255,7 @@ def _unscale_unweighted(stock):
         step = current_step()
         if step is None:
             return stock(value)
-        replicas = step.strategy.num_replicas_in_sync
-        return step.scale(value) * tf.cast(replicas, value.dtype)
+        return step.scale(value) * tf.cast(step.num_parts, value.dtype)
 
     return unscale_loss_for_distribution
 

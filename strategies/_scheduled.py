@@ -5,6 +5,7 @@ are under way.
 """
 
 import collections
+import functools
 import threading
 
 import numpy as np
@@ -94,13 +95,12 @@ class Traced:
         totals: the :class:`TotalVariable` of each of the results' ``totals``.
         results: ``results(values) -> dict``, logs from the values of ``metrics``.
         metrics: the ``TotalVariable`` that the logs depend on.
-        others: names of the logs that come from the last step alone.
         deferred: list of (optimizer, variables), to be applied by the servers.
     """
 
     def __init__(self):
         self.concrete = None
-        self.totals, self.metrics, self.others, self.deferred = [], [], [], []
+        self.totals, self.metrics, self.deferred = [], [], []
         self.results = lambda values: {}
         self.keys = None
 
@@ -193,7 +193,7 @@ class TrainingFunction:
         for variable, delta in zip(traced.totals, found["totals"], strict=True):
             variable.add(delta)
         with self._lock:
-            self._last = dict(zip(traced.others, found["others"], strict=True))
+            self._last = found["others"]
             self._num_finished += 1
 
     # --------------------------------------------------------------------------- tracing
@@ -231,7 +231,7 @@ class TrainingFunction:
 
         return steps
 
-    def _one_step(self, traced, data, total_rows, attempt, serial):
+    def _one_step(self, traced, data, total_rows, attempt, serial, part=None):
         strategy = self._strategy
 
         def replica_step(data):
@@ -239,6 +239,10 @@ class TrainingFunction:
                 strategy, _input.rows_of(data), total_rows, strategy.transport, attempt, serial
             )
             step.is_deferring = self._in_rounds
+            if part is not None:
+                number, num_parts = part
+                step.is_first_part = number == 0
+                step.num_parts = num_parts * strategy.num_replicas_in_sync
             with tracing(step), _after(data):
                 strategy.transport.begin(step)
                 logs = self._step_fn(data)
@@ -250,19 +254,26 @@ class TrainingFunction:
         )
 
     def _conclude(self, step, logs, traced):
-        metrics = self._metrics_behind(step, logs) or MetricState([], lambda _: {})
-        logged = {} if logs is None else logs if isinstance(logs, dict) else {"loss": logs}
+        logged = _flat(logs if isinstance(logs, dict) else {} if logs is None else {"loss": logs})
+        metrics = self._metrics_behind(step, logged) or MetricState([], lambda _: {})
         of_metrics = metrics.results(metrics.state)
         others = {k: v for k, v in logged.items() if k not in of_metrics}
         copies = step.copies(TotalVariable)
         totals = step.sum([copy.read() for copy in copies])
-        weighted = step.sum([step.scale(tf.cast(v, tf.float32)) for v in others.values()])
+        leaves = [tf.cast(leaf, tf.float32) for leaf in tf.nest.flatten(others)]
+        weighted = step.sum([step.scale(leaf) for leaf in leaves])
+        weighted = tf.nest.pack_sequence_as(others, weighted)
         transport = step.transport
         changes = [
             (copy.of, *_averaged(step, copy))
             for copy in step.copies(StateVariable)
             if copy.is_written
         ]
+        if step.is_deferring:  # all parts of a batch count alike; one of them may say so
+            changes = [
+                (v, a, tf.where(step.is_first_part | v.dtype.is_floating, b, a))
+                for v, a, b in changes
+            ]
         transport.push_states(step, changes)
         if step.deferred and step.is_first_replica:
             kept = [(gradients, variables) for _, gradients, variables in step.deferred]
@@ -271,7 +282,6 @@ class TrainingFunction:
             traced.totals = [copy.of for copy in copies]
             traced.metrics = [v.value for v in getattr(metrics.results, "variables", [])]
             traced.results = metrics.results
-            traced.others = list(others)
             traced.keys = list(logged)
             traced.deferred = [
                 (optimizer, [v for g, v in zip(gs, vs, strict=True) if g is not None])
@@ -315,8 +325,8 @@ class TrainingFunction:
                 closures.append(
                     coordinator.submit(
                         traced.concrete,
-                        (serial + number, tf.constant(total, tf.int64), part),
-                        lambda results, worker: found.__setitem__(worker, results),
+                        (serial + number, _place(total, number, len(workers)), part),
+                        functools.partial(_note, found),
                         worker=worker,
                     )
                 )
@@ -331,9 +341,12 @@ class TrainingFunction:
             queue.drop(closures)
             if len(in_time) >= needed:
                 break
-        for worker, results in in_time.items():
-            parts = tf.nest.pack_sequence_as(traced.concrete.structured_outputs, results)
-            self._take_over(traced, parts)
+        parts = [
+            tf.nest.pack_sequence_as(traced.concrete.structured_outputs, results)
+            for results in in_time.values()
+        ]
+        self._take_over(traced, tf.nest.map_structure(lambda *same: sum(same), *parts))
+        for worker in in_time:
             strategy.note_steps(worker, 1, [])
         mask = np.zeros(strategy._num_workers, bool)
         mask[list(in_time)] = True
@@ -345,14 +358,16 @@ class TrainingFunction:
         if key not in self._traced:
             traced = self._traced[key] = Traced()
 
-            def step(attempt, serial, total_rows, part):
-                return _combined([self._one_step(traced, part, total_rows, attempt, serial)])
+            def step(attempt, serial, place, data):
+                total_rows, number, num_parts = tf.unstack(place)
+                place = number, num_parts
+                return _combined([self._one_step(traced, data, total_rows, attempt, serial, place)])
 
             with self._strategy.scheduling():
-                scalar = tf.TensorSpec([], tf.int64)
+                scalar, place = tf.TensorSpec([], tf.int64), tf.TensorSpec([3], tf.int64)
                 spec = tf.nest.map_structure(_of_any_rows, spec, expand_composites=False)
                 function = tf.function(step, autograph=False)
-                traced.concrete = function.get_concrete_function(scalar, scalar, scalar, spec)
+                traced.concrete = function.get_concrete_function(scalar, scalar, place, spec)
         return self._traced[key]
 
     def _applier(self, traced):
@@ -431,6 +446,15 @@ class _RunningLog:
         return repr(self.numpy())
 
 
+def _note(found, results, worker):
+    found[worker] = results
+
+
+def _place(total_rows, number, num_parts):
+    """Of a part of a batch: the rows of all parts, its number, and how many there are."""
+    return tf.constant([total_rows, number, min(num_parts, total_rows)], tf.int64)
+
+
 def _combined(results):
     """The results of several steps as one: sums of totals, the last one's other logs."""
     return {
@@ -440,6 +464,14 @@ def _combined(results):
         "others": results[-1]["others"],
         "staleness": tf.stack([r["staleness"] for r in results]),
     }
+
+
+def _flat(logs):
+    """Nested logs in one dict, as Keras' callbacks get them."""
+    flat = {}
+    for name, value in logs.items():
+        flat |= _flat(value) if isinstance(value, dict) else {name: value}
+    return flat
 
 
 def _averaged(step, copy):

@@ -177,7 +177,8 @@ class ServerVariable(_ClusterVariable):
 
     def _read_in(self, step):
         """What a step reads: the value that it has pulled from the servers, once."""
-        return self._recorded(lambda: tf.identity(step.pulled(self)), lambda gradient: gradient)
+        with step.where_to_read(self):
+            return self._recorded(lambda: tf.identity(step.pulled(self)), lambda g: g)
 
     def _recorded(self, compute, backward):
         """A value that gradient tapes take for this variable's.
@@ -322,6 +323,7 @@ class _CopiedVariable(_ClusterVariable):
     def _write(self, method, value):
         step = _step()
         if step is not None:
+            step.updated_metrics.add(id(self))
             return getattr(step.copy_of(self), method)(value)
         self._before_use()
         return getattr(self._v, method)(value)

@@ -34,6 +34,7 @@ class Step:
         # Replicas without rows have share 0; a batch without rows has no shares at all.
         self.share = tf.math.divide_no_nan(self.rows, self.total_rows)
         self.has_rows = self.rows > 0
+        self.num_parts = strategy.num_replicas_in_sync  # that the batch is shared out to
         self.touched = []  # StepAveragedVariables assigned in this step, in order
         self.updated_metrics = set()  # ids of the MetricVariables assigned in this step
         self.weighted = set()  # ids of the optimizers that weighted their loss by the share
@@ -76,8 +77,11 @@ def packed_sum(strategy, tensors):
     if strategy.num_replicas_in_sync == 1 or not tensors:
         return list(tensors)
     flat = tf.concat([tf.reshape(tf.cast(t, tf.float32), [-1]) for t in tensors], 0)
-    context = tf.distribute.get_replica_context()
-    total = context.all_reduce(tf.distribute.ReduceOp.SUM, flat)
+    if hasattr(strategy.extended, "sum_replicas"):
+        total = strategy.extended.sum_replicas(flat)
+    else:
+        context = tf.distribute.get_replica_context()
+        total = context.all_reduce(tf.distribute.ReduceOp.SUM, flat)
     parts = tf.split(total, [tf.size(t) for t in tensors], num=len(tensors))
     return [
         tf.cast(tf.reshape(p, tf.shape(t)), t.dtype) for p, t in zip(parts, tensors, strict=True)

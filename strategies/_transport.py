@@ -34,7 +34,7 @@ class Transport:
         self._pull_dtype = pull_dtype
         self._replica_device = replica_device
         self._pull_int8 = int8()
-        self._backups, self._slots = {}, {}
+        self._backups, self._slots, self._row_slots = {}, {}, set()
         with ops.device(servers[0]):
             # How many gradients were applied, and the last revoked attempt of each worker.
             self.version = _plain_variable(tf.zeros([], tf.int64))
@@ -224,12 +224,14 @@ class Transport:
                 variable = on_servers(variable)
                 for number, shard in enumerate(variable.shards):
                     part = gradient if not variable.is_sharded else variable.slice(gradient, number)
+                    if isinstance(part, tf.IndexedSlices):
+                        writes += self._keep_rows(variable, number, part, worker)
+                        continue
                     part = self.send(variable, number, part, step)
                     with ops.device(shard.device):
-                        dense = tf.convert_to_tensor(part)
                         slot = self._beside(self._slots, variable, number)
-                        slot.scatter_update(tf.IndexedSlices(dense[None], worker[None]))
-                        writes.append(dense)
+                        slot.scatter_update(tf.IndexedSlices(part[None], worker[None]))
+                        writes.append(part)
         with tf.control_dependencies(writes), ops.device(self._rows.device):
             self._rows.scatter_update(tf.IndexedSlices(rows[None], worker[None]))
 
@@ -245,6 +247,8 @@ class Transport:
         with ops.device(self._rows.device):
             present = tf.reduce_sum(tf.where(workers, raw_read(self._rows), 0.0))
             factor = tf.math.divide_no_nan(total_rows, present)
+        if variable._unique_id in self._row_slots:
+            return self._kept_rows(variable, workers, factor)
         parts = []
         for number, shard in enumerate(variable.shards):
             with ops.device(shard.device):
@@ -253,14 +257,65 @@ class Transport:
                 parts.append(tf.reduce_sum(chosen, 0) * tf.cast(factor, shard.dtype))
         return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
 
+    def _keep_rows(self, variable, number, rows, worker):
+        shard = variable.shards[number]
+        slots = self._slots_of_rows(variable, number)
+        with ops.device(shard.device):
+            values, indices = tf.identity(rows.values), tf.cast(rows.indices, tf.int64)
+
+            def write(slot):
+                slot[0].assign(values)
+                slot[1].assign(indices)
+                return tf.constant(0)
+
+            tf.switch_case(worker, [functools.partial(write, slot) for slot in slots])
+        return [values, indices]
+
+    def _kept_rows(self, variable, workers, factor):
+        """The rows that these workers have put beside a variable, with those of all its shards."""
+        values, indices = [], []
+        for number, shard in enumerate(variable.shards):
+            with ops.device(shard.device):
+                for worker, slot in enumerate(self._slots_of_rows(variable, number)):
+                    count = tf.cast(workers[worker], tf.int64)
+                    own = slot[1].read()
+                    kept = tf.shape(own, tf.int64)[0] * count
+                    start = variable.starts[number] if variable.is_sharded else 0
+                    values.append(slot[0].read()[:kept] * tf.cast(factor, shard.dtype))
+                    indices.append(own[:kept] + start)
+        shape = tf.constant(variable.shape.as_list(), tf.int64)
+        return tf.IndexedSlices(tf.concat(values, 0), tf.concat(indices, 0), shape)
+
+    def _slots_of_rows(self, variable, number):
+        """For each worker, what it has kept of any number of rows: values and row numbers."""
+        shard = variable.shards[number]
+        width = shard.shape[1:].as_list()
+        self._row_slots.add(variable._unique_id)
+        with ops.device(shard.device):
+            return [
+                (
+                    _Kept(tf.zeros([0, *width], shard.dtype), f"{name}/values", [None, *width]),
+                    _Kept(tf.zeros([0], tf.int64), f"{name}/rows", [None]),
+                )
+                for name in (
+                    f"tfdist/{variable._unique_id}/{number}/{worker}"
+                    for worker in range(self._num_workers)
+                )
+            ]
+
 
 class _Kept:
-    """A variable on the worker that keeps its value from step to step; ``initial`` at first."""
+    """A variable that keeps its value from step to step; ``initial`` at first.
 
-    def __init__(self, initial, name):
+    It is found by its name on the device where this is made, in any graph: on each worker there is
+    one of its own. (A captured variable must have a static shape.)
+    """
+
+    def __init__(self, initial, name, shape=None):
         self._initial = initial
+        self._shape = initial.shape if shape is None else tf.TensorShape(shape)
         self._handle = gen_resource_variable_ops.var_handle_op(
-            dtype=initial.dtype, shape=initial.shape, shared_name=name
+            dtype=initial.dtype, shape=self._shape, shared_name=name
         )
 
     def read(self):
@@ -269,7 +324,7 @@ class _Kept:
 
         is_there = gen_resource_variable_ops.var_is_initialized_op(self._handle)
         found = tf.cond(is_there, value, lambda: tf.identity(self._initial))
-        found.set_shape(self._initial.shape)
+        found.set_shape(self._shape)
         return found
 
     def assign(self, value):

@@ -39,12 +39,13 @@ class WorkerStep(Step):
         self.is_first_replica = self.replica == 0
         self.deferred = []  # (optimizer, gradients, variables) that the servers apply later
         self.is_deferring = False
+        self.is_first_part = True  # of the batch
         self.is_pushing = False
         self.version = None  # of the weights, when the step began
         self.num_pushes = 0
         self.staleness = None  # of the last push
         self.staleness_now = None  # inside of a push
-        self._pulled = {}
+        self._pulled, self._written = {}, set()
         self._copies = {}
         if strategy.num_replicas_in_sync == 1:
             self.has_rows = tf.constant(True)  # a step without rows is never scheduled
@@ -55,20 +56,23 @@ class WorkerStep(Step):
 
     def pulled(self, variable):
         """The value of a ``ServerVariable`` that this step works with."""
-        graph = ops.get_default_graph()
-        while graph is not None:
-            value = self._pulled.get((id(variable), id(graph)))
-            if value is not None:
-                return value
-            graph = getattr(graph, "outer_graph", None) if graph is not self.graph else None
-        value = self.transport.pull(variable, self)
-        self._pulled[id(variable), id(ops.get_default_graph())] = value
-        return value
+        if id(variable) in self._written:
+            return self.transport.pull(variable, self)
+        if id(variable) not in self._pulled:
+            self._pulled[id(variable)] = self.transport.pull(variable, self)
+        return self._pulled[id(variable)]
+
+    def where_to_read(self, variable):
+        """Context in which a variable is read: that of the step, also in a branch or a loop.
+
+        So that it travels once, and gradients find it. What this step has written is read anew.
+        """
+        is_written = id(variable) in self._written
+        return contextlib.nullcontext() if is_written else _outermost(self.graph)
 
     def forget(self, variable):
-        """After the variable was written, so that it is pulled again when it is read."""
-        for key in [key for key in self._pulled if key[0] == id(variable)]:
-            del self._pulled[key]
+        """Notes that the step has written the variable."""
+        self._written.add(id(variable))
 
     # ------------------------------------------------------------------------------ copies
 

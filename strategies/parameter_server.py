@@ -145,22 +145,26 @@ class _Extended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
         return self._container_strategy().update_on_servers(var, fn, args, kwargs)
 
     def _replica_ctx_all_reduce(self, reduce_op, value, options=None):
-        if self._num_replicas_in_sync == 1:
+        if self._num_workers == 1 and self._num_replicas_in_sync == 1:
             return value
-        replica = distribute_lib.get_replica_context()
+        raise ValueError(
+            "ParameterServerStrategy: a step can't sum over all workers, since each is at a step "
+            "of its own. BatchNormalization(synchronized=True), for instance, does so: use "
+            "synchronized=False, or MultiWorkerMirroredStrategy."
+        )
+
+    def sum_replicas(self, value):
+        """Sums a nest of tensors over the replicas of a worker (in replica context)."""
         flat = tf.nest.flatten(value)
 
         def reduce(distribution, *per_replica):
-            del distribution
-            device = self._local_devices[0]
             sums = []
             for each in per_replica:
-                with ops.device(device):
-                    sums.append(_sum(self._container_strategy().experimental_local_results(each)))
-            if reduce_op == tf.distribute.ReduceOp.MEAN:
-                sums = [total / self._num_replicas_in_sync for total in sums]
+                with ops.device(self._local_devices[0]):
+                    sums.append(_sum(distribution.experimental_local_results(each)))
             return sums
 
+        replica = distribute_lib.get_replica_context()
         return tf.nest.pack_sequence_as(value, replica.merge_call(reduce, args=tuple(flat)))
 
     def exchange_gradients(self, gradients, numbers=None, exchange=None):
@@ -168,7 +172,7 @@ class _Extended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
         del numbers, exchange
         if self._num_replicas_in_sync == 1:
             return list(gradients)
-        return self._replica_ctx_all_reduce(tf.distribute.ReduceOp.SUM, list(gradients))
+        return self.sum_replicas(list(gradients))
 
     # --------------------------------------------------------------------------- input
 

@@ -117,18 +117,16 @@ def main():
     servers = server_arguments(args) if args.servers else None
     strategy = make_strategy(args.strategies, args.workers, args.devices, servers)
     table = load_table(args.table)
-    if (
-        strategy is not None
-        and servers is None
-        and strategy.num_replicas_in_sync != args.devices * args.workers
-    ):
+    is_mirrored = strategy is not None and servers is None
+    if is_mirrored and strategy.num_replicas_in_sync != args.devices * args.workers:
         raise RuntimeError(
             f"expected {args.devices * args.workers} replicas, got {strategy.num_replicas_in_sync}"
         )
     for name in args.cases.split(","):
         directory = args.out / f"{name}-files"
         directory.mkdir(exist_ok=True)
-        env = Env(strategy, args.index, args.workers, args.devices, directory)
+        workers = args.workers if servers is None else 1  # only the chief runs cases
+        env = Env(strategy, args.index, workers, args.devices, directory)
         keras.utils.clear_session()
         gc.collect()
         keras.utils.set_random_seed(1)

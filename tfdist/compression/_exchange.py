@@ -67,7 +67,7 @@ class Exchange(NamedTuple):
 
     compressor_of: Callable[[tf.TensorSpec], Compressor | None] | None = None
     """``compressor_of(spec)``: what compresses one gradient on its own, where it is sent to a
-    parameter server instead; None for uncompressed. Without it, the exchange can't be used there."""
+    parameter server instead; None for uncompressed. An exchange without it is refused there."""
 
 
 def all_reduce() -> Exchange:

@@ -1,0 +1,16 @@
+"""Under ``Sync()`` a chief, workers and servers give what one process gives."""
+
+from pathlib import Path
+
+import pytest
+
+TABLE = Path(__file__).with_name("cases.py")
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.mark.cases(lambda case: case.compare)
+def test_same_as_one_process(topology, case, results, differences):
+    (reference,) = results("single", case.name)
+    (chief,) = results(topology, case.name)
+    wrong = differences(reference, chief, case.compare, case.tolerance)
+    assert not wrong, "\n".join(wrong)
