@@ -7,5 +7,6 @@ if __name__ != "tfdist.callbacks":
     )
 
 from tfdist.callbacks.communication import CommunicationMonitor
+from tfdist.callbacks.workers import WorkerMonitor
 
-__all__ = ["CommunicationMonitor"]
+__all__ = ["CommunicationMonitor", "WorkerMonitor"]

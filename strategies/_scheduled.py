@@ -149,10 +149,7 @@ class TrainingFunction:
         batch = _none_where_absent(iterator if isinstance(iterator, tuple) else next(iterator))
         batch = tf.nest.map_structure(_as_tensor, batch, expand_composites=False)
         spec = tf.nest.map_structure(_flexible_spec, batch, expand_composites=False)
-        if self._in_rounds:
-            traced = self._round(batch, spec)
-        else:
-            traced = self._schedule([batch], spec)
+        traced = self._round(batch, spec) if self._in_rounds else self._schedule([batch], spec)
         self._strategy.join()
         return self._final_logs(traced)
 

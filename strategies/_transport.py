@@ -81,6 +81,41 @@ class Transport:
         with ops.device(here):
             return tf.reshape(self._pull_int8.decode(payload, spec), value.shape)
 
+    def pulled_bytes(self, variables):
+        """Bytes that a worker gets when it pulls each of these ``ServerVariable`` once."""
+        total = 0
+        for variable in variables:
+            for shard in variable.shards:
+                spec = tf.TensorSpec([shard.shape.num_elements()], shard.dtype)
+                is_narrowed = variable.trainable and shard.dtype in (tf.float32, tf.float64)
+                if is_narrowed and self._pull_dtype in ("float16", "bfloat16"):
+                    total += 2 * spec.shape[0]
+                elif (
+                    is_narrowed
+                    and self._pull_dtype == "int8"
+                    and spec.shape[0] >= _SHORTEST_TO_PULL_AS_INT8
+                ):
+                    total += self._pull_int8.payload_bytes(spec)
+                else:
+                    total += spec.shape[0] * spec.dtype.size
+        return total
+
+    def pushed_bytes(self, variables):
+        """Bytes that a worker sends when it pushes a dense gradient for each of these."""
+        total = 0
+        for variable in variables:
+            for shard in variable.shards:
+                compressor = self._compressor_of(self._spec_of(variable, shard))
+                spec = tf.TensorSpec([shard.shape.num_elements()], shard.dtype)
+                if compressor is None:
+                    total += spec.shape[0] * spec.dtype.size
+                else:
+                    total += compressor.payload_bytes(spec)
+        return total
+
+    def _spec_of(self, variable, shard):
+        return tf.TensorSpec(shard.shape, shard.dtype, variable.name.split(":")[0])
+
     def carry_rows(self, rows, device, replica):
         """Brings rows to a replica, in the dtype in which the strategy pulls (no shorter than 16
         bits)."""
@@ -176,8 +211,7 @@ class Transport:
         if step is None or isinstance(gradient, tf.IndexedSlices):
             return gradient
         shard = variable.shards[number]
-        spec = tf.TensorSpec(shard.shape, shard.dtype, variable.name.split(":")[0])
-        compressor = self._compressor_of(spec)
+        compressor = self._compressor_of(self._spec_of(variable, shard))
         if compressor is not None:
             gradient = self._through(compressor, gradient, variable, number, step)
         if self.settings.lambda_:

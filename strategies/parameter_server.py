@@ -27,6 +27,7 @@ from tfdist.strategies._server_variables import (
     StateVariable,
     TotalVariable,
     acting_as_shard,
+    on_servers,
 )
 from tfdist.strategies._step import current_step
 from tfdist.strategies._transport import PULL_DTYPES, Transport
@@ -443,6 +444,18 @@ class ParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy
         self.join()
         found, self.staleness = self.staleness, []
         return found
+
+    def bytes_per_step(self, variables):
+        """What a step of one worker sends for these variables, where it reads each in full.
+
+        Args:
+            variables: Keras variables or ``tf.Variable`` made under the strategy.
+
+        Returns:
+            ``(pushed, pulled)``, in bytes, without what gRPC adds.
+        """
+        variables = [on_servers(variable) for variable in variables]
+        return self.transport.pushed_bytes(variables), self.transport.pulled_bytes(variables)
 
     def update_on_servers(self, variable, fn, args, kwargs):
         """``fn(variable, *args)`` on the server of each shard of a variable."""

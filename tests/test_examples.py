@@ -15,12 +15,15 @@ def test_example_runs(example, tmp_path):
     command = [sys.executable, str(example), "--epochs", "1", "--steps", "2"]
     if "two_workers" in example.stem:
         command[1:1] = ["-m", "tfdist.launch", "run", "-n", "2"]
+    if "parameter_servers" in example.stem:
+        command[1:1] = ["-m", "tfdist.launch", "run", "-n", "2", "--ps", "1"]
     environment = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "2 replicas" in done.stdout
+    sign = "steps by worker" if "parameter_servers" in example.stem else "2 replicas"
+    assert sign in done.stdout
 
 
 def test_there_are_examples():

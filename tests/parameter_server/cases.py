@@ -11,6 +11,10 @@ OTHERWISE = {
     # What can't be: see docs/parameter_server.md.
     "batch_normalization_synchronized": "refused",
     "batch_normalization_synchronized_uneven": "refused",
+    "dataset_not_sharded": "each worker reads its own data",
+    "dataset_sharded_by_file": "each worker reads its own data",
+    "datasets_from_function": "each worker reads its own data",
+    "datasets_from_function_infinite": "each worker reads its own data",
     "gan_with_two_optimizers": "both gradients are computed before either is applied",
 }
 
