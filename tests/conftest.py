@@ -64,7 +64,8 @@ TOPOLOGIES = {
     "ps": Topology(2, 1, 2),
     "ps_shards": Topology(2, 1, 2, ("--shards",)),
     "ps_2x2": Topology(2, 2, 1),
-    "ps_async": Topology(2, 1, 2, ("--consistency", "Async()")),
+    "ps_async": Topology(2, 1, 1, ("--consistency", "Async")),
+    "ps_all": Topology(2, 1, 2, ("--consistency", "everything", "--shards", "--compressed")),
     "ps_colocated": Topology(2, 1, 0, ("--colocate-ps",)),
 }
 

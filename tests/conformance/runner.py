@@ -77,9 +77,18 @@ def server_arguments(args):
     partitioner = None
     if args.shards:  # also the smallest matrix
         partitioner = tf.distribute.experimental.partitioners.MinSizePartitioner(64, 2)
-    name, _, argument = args.consistency.rstrip(")").partition("(")
-    consistency = getattr(tfdist, name)(*([int(argument)] if argument else []))
-    return {"variable_partitioner": partitioner, "consistency": consistency}
+    consistencies = {
+        "Sync": tfdist.Sync,
+        "Async": tfdist.Async,
+        "everything": lambda: tfdist.StalenessScaledRate(
+            inner=tfdist.DelayCompensation(0.1, inner=tfdist.Stale(2))
+        ),
+    }
+    more = {}
+    if args.compressed:
+        more = {"compression": tfdist.compression.one_bit(), "pull_dtype": "bfloat16"}
+    consistency = consistencies[args.consistency]()
+    return {"variable_partitioner": partitioner, "consistency": consistency, **more}
 
 
 def load_table(path):
@@ -107,7 +116,8 @@ def main():
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--strategies", default="tfdist")
     parser.add_argument("--servers", action="store_true")
-    parser.add_argument("--consistency", default="Sync()")
+    parser.add_argument("--consistency", default="Sync")
+    parser.add_argument("--compressed", action="store_true")
     parser.add_argument("--shards", action="store_true")
     parser.add_argument("--colocate-ps", action="store_true")
     parser.add_argument("--out", type=Path, required=True)

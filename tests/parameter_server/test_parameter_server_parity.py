@@ -1,4 +1,4 @@
-"""Under ``Sync()`` a chief, workers and servers give what one process gives."""
+"""Parameter servers: what one process gives, under ``Sync()``, and promises of their own."""
 
 from pathlib import Path
 
@@ -14,3 +14,8 @@ def test_same_as_one_process(topology, case, results, differences):
     (chief,) = results(topology, case.name)
     wrong = differences(reference, chief, case.compare, case.tolerance)
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.cases(lambda case: case.check)
+def test_promise_of_its_own(topology, case, results):
+    case.check(results(topology, case.name))
