@@ -30,6 +30,7 @@ _LEFT_OUT = {
     "eager",
     "gan_with_two_optimizers",
     "models_side_by_side",
+    "reduction_weighted_mean",
     "workers_with_different_numbers_of_batches",
 }
 # What is tried each time; with TFDIST_ALL_CASES set, all others are, too (six minutes more).
