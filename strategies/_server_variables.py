@@ -99,7 +99,9 @@ class _ClusterVariable(ps_values.CachingVariable):
     # In TensorFlow's checkpoints and SavedModels: one tensor, whatever there is behind it.
 
     def _serialize_to_tensors(self):
-        return {"VARIABLE_VALUE": lambda: self.read_value()}
+        # On the chief, which writes: a server may not see the chief's files.
+        with ops.device(self._strategy.chief_device):
+            return {"VARIABLE_VALUE": tf.identity(self.read_value())}
 
     def _restore_from_tensors(self, restored_tensors):
         self.assign(restored_tensors["VARIABLE_VALUE"])

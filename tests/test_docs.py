@@ -10,7 +10,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def test_feature_table_names_real_tests(case_names):
-    tests = "\n".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     known = case_names | set(re.findall(r"^def (test_[a-z_0-9]+)\(", tests, re.M))
     named = set()
     for line in (ROOT / "docs" / "features.md").read_text().splitlines():
