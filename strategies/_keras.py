@@ -657,7 +657,12 @@ def _metrics_behind(trainer, step, logs):
 
     def results(values):
         with keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True))):
-            everything = {k: v for metric in metrics for k, v in results_of(metric).items()}
+            # A metric may return its variable, whose value is another one outside of this scope.
+            everything = {
+                k: tf.convert_to_tensor(v)
+                for metric in metrics
+                for k, v in results_of(metric).items()
+            }
         return {k: v for k, v in everything.items() if k in logs}
 
     results.variables = variables

@@ -272,9 +272,11 @@ class TrainingFunction:
                 for v, a, b in changes
             ]
         transport.push_states(step, changes)
-        if step.deferred and step.is_first_replica:
-            kept = [(gradients, variables) for _, gradients, variables in step.deferred]
-            transport.keep(step, kept, step.all_rows())
+        if step.deferred:
+            rows = step.all_rows()
+            if step.is_first_replica:
+                kept = [(gradients, variables) for _, gradients, variables in step.deferred]
+                transport.keep(step, kept, rows)
         if step.is_first_replica:
             traced.totals = [copy.of for copy in copies]
             traced.metrics = [v.value for v in getattr(metrics.results, "variables", [])]
