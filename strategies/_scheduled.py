@@ -373,7 +373,8 @@ class TrainingFunction:
         if id(traced) not in self._appliers:
             strategy = self._strategy
 
-            def update(workers, total_rows):
+            def update(workers_and_rows):
+                workers, total_rows = workers_and_rows
                 for optimizer, variables in traced.deferred:
                     sums = [
                         strategy.transport.kept(on_servers(v), workers, total_rows)
@@ -382,7 +383,8 @@ class TrainingFunction:
                     optimizer.apply(sums, variables)
 
             def apply(workers, total_rows):
-                strategy.run(update, args=(workers, total_rows))
+                # As one replica, however many devices the workers have.
+                strategy.run_on_first_device(update, (workers, total_rows))
 
             with strategy.scheduling():
                 function = tf.function(apply, autograph=False)
