@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute import input_lib
 from tensorflow.python.distribute import values as distribute_values
 
 from tfdist.strategies import _input
@@ -21,8 +22,10 @@ from tfdist.strategies._worker_step import WorkerStep
 _IN_FLIGHT_PER_WORKER = 3
 
 
-class ScheduledInput:
+class ScheduledInput(input_lib.DistributedDatasetsFromFunction):
     """An iterable over the steps of an epoch, whose data the chief or the workers read.
+
+    (Keras takes it for a dataset because of its base, of which nothing is used.)
 
     Args:
         strategy: the strategy.
@@ -32,13 +35,23 @@ class ScheduledInput:
         num_steps: steps in an epoch, None where the data itself decides.
     """
 
-    def __init__(self, strategy, *, dataset=None, per_worker=None, element_spec, num_steps):
+    def __init__(
+        self, strategy, *, dataset=None, per_worker=None, element_spec, num_steps
+    ):  # not that of the base
         self.strategy = strategy
         self.before_epoch = None
         self.dataset = dataset
         self.per_worker = per_worker
-        self.element_spec = element_spec
+        self._spec = element_spec
         self.num_steps = num_steps
+
+    @property
+    def element_spec(self):
+        return self._spec
+
+    @property
+    def cardinality(self):
+        return tf.data.UNKNOWN_CARDINALITY if self.num_steps is None else self.num_steps
 
     def __iter__(self):
         if self.before_epoch is not None:

@@ -58,7 +58,7 @@ class Transport:
             if self.settings.lambda_ and variable.trainable:
                 with ops.device(shard.device):
                     backup = self._backup(variable, number)
-                    backup.scatter_update(tf.IndexedSlices(value[None], _worker_index()[None]))
+                    backup.scatter_update(tf.IndexedSlices(value[None], step.worker[None]))
             parts.append(self._carry(value, shard, step, variable.trainable))
         with ops.device(self._replica_device(step.replica)):
             return parts[0] if len(parts) == 1 else tf.concat(parts, 0)
@@ -197,7 +197,7 @@ class Transport:
     def _is_valid(self, step, tensors):
         flat = tf.nest.flatten([t for t in tensors if t is not None], expand_composites=True)
         with tf.control_dependencies(flat), ops.device(self._revoked.device):
-            return tf.not_equal(raw_read(self._revoked)[_worker_index()], step.attempt)
+            return tf.not_equal(raw_read(self._revoked)[step.worker], step.attempt)
 
     def send(self, variable, number, gradient, step):
         """Brings a gradient to a shard's server.
@@ -216,7 +216,7 @@ class Transport:
             gradient = self._through(compressor, gradient, variable, number, step)
         if self.settings.lambda_:
             with ops.device(shard.device):
-                then = self._backup(variable, number).sparse_read(_worker_index())
+                then = self._backup(variable, number).sparse_read(step.worker)
                 drift = raw_read(shard) - then
                 gradient = gradient + self.settings.lambda_ * gradient * gradient * drift
         return gradient
@@ -249,7 +249,7 @@ class Transport:
             deferred: list of (gradients, variables).
             rows: scalar float, the rows behind them.
         """
-        worker = _worker_index()
+        worker = step.worker
         writes = []
         for gradients, variables in deferred:
             for gradient, variable in zip(gradients, variables, strict=True):
@@ -372,9 +372,3 @@ def _encode(compressor):
 
 def _plain_variable(value):
     return resource_variable_ops.ResourceVariable(value, trainable=False)
-
-
-def _worker_index():
-    """Scalar int32, in a graph: the number of the worker that runs it."""
-    index = tf.distribute.coordinator.experimental_get_current_worker_index()
-    return tf.cast(index, tf.int32)

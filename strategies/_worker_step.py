@@ -34,6 +34,9 @@ class WorkerStep(Step):
         self.transport = transport
         self.attempt = attempt
         self.serial = serial
+        # Asked for here: inside of a branch, the coordinator would not fill it in.
+        index = tf.distribute.coordinator.experimental_get_current_worker_index()
+        self.worker = tf.cast(index, tf.int32)
         replica = tf.distribute.get_replica_context()
         self.replica = replica._replica_id if replica is not None else 0
         self.is_first_replica = self.replica == 0

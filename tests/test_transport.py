@@ -18,9 +18,8 @@ HERE = "/device:CPU:0"
 
 
 @pytest.fixture
-def transport(monkeypatch):
-    """``transport(consistency, exchange, pull_dtype)``, as seen by worker 1 of 2."""
-    monkeypatch.setattr(_transport, "_worker_index", lambda: tf.constant(1))
+def transport():
+    """``transport(consistency, compressor, pull_dtype)`` of a cluster with two workers."""
 
     def make(consistency, compressor=None, pull_dtype=None):
         return _transport.Transport(
@@ -43,7 +42,11 @@ def server_variable(value, num_shards=1):
 
 def a_step(transport):
     return types.SimpleNamespace(
-        transport=transport, version=tf.constant(0), serial=tf.constant(7, tf.int64), replica=0
+        transport=transport,
+        version=tf.constant(0),
+        serial=tf.constant(7, tf.int64),
+        replica=0,
+        worker=tf.constant(1),
     )
 
 

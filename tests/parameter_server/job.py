@@ -134,7 +134,7 @@ class Rows(keras.metrics.Metric):
         self.count.assign_add(tf.cast(tf.shape(y_true)[0], "float32"))
 
     def result(self):
-        return self.count
+        return tf.convert_to_tensor(self.count)
 
 
 class Harm(keras.callbacks.Callback):
