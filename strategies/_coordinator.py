@@ -33,13 +33,17 @@ class StepClosure(cluster_coordinator.Closure):
         deliver: ``deliver(results, worker)``, called once, with a flat list of numpy arrays.
         num_steps: how many steps it runs.
         worker: the worker that must run it; None for any.
+        reads: whether the worker reads its own data for it.
     """
 
-    def __init__(self, function, cancellation_mgr, args, deliver, num_steps=1, worker=None):
+    def __init__(
+        self, function, cancellation_mgr, args, deliver, num_steps=1, worker=None, reads=False
+    ):
         super().__init__(function, cancellation_mgr, args=args)
         self.deliver = deliver
         self.num_steps = num_steps
         self.worker = worker
+        self.reads = reads
         self.attempt = None
         self.tag = None
 
@@ -124,7 +128,8 @@ class Queue(cluster_coordinator._CoordinatedClosureQueue):
             return
         with self._put_wait_lock, self._queue_lock:
             self._raise_if_error()
-            self._enqueue(closure)
+            if not (closure.reads and self._all_have_read()):
+                self._enqueue(closure)
 
     def _enqueue(self, closure):
         closure.attempt = self._num_attempts
@@ -189,18 +194,23 @@ class Queue(cluster_coordinator._CoordinatedClosureQueue):
     def start_reading(self):
         """All workers have data again."""
         with self._queue_lock:
+            for worker in self._read_out:
+                self.clocks.join(worker)
             self._read_out.clear()
 
     def is_read_out(self):
         """Whether no live worker has data left."""
         with self._queue_lock:
-            return self._read_out >= self.clocks.live
+            return self._all_have_read()
+
+    def _all_have_read(self):
+        return bool(self._read_out) and self._read_out >= self.clocks.live
 
     def note_read_out(self, worker):
         """A worker's data has ended; the lock is held."""
         self._read_out.add(worker)
         self.clocks.leave(worker)
-        if self._read_out >= self.clocks.live:
+        if self._all_have_read():
             self._ready.clear()
 
     def _raise_if_alone(self, timeout):
@@ -243,7 +253,7 @@ class Queue(cluster_coordinator._CoordinatedClosureQueue):
     def _next(self, worker):
         if self._own[worker]:
             return self._own[worker].popleft()
-        if worker in self._read_out:
+        if self._ready and self._ready[0].reads and worker in self._read_out:
             return None
         if self._ready and self.clocks.may_start(worker, self._ready[0].num_steps):
             return self._ready.popleft()
@@ -417,7 +427,7 @@ class Coordinator(cluster_coordinator.ClusterCoordinator):
         self._is_joining = threading.Lock()
         threading.Thread(target=self._watch, name="tfdist step limits", daemon=True).start()
 
-    def submit(self, function, args, deliver, *, num_steps=1, worker=None, most=None):
+    def submit(self, function, args, deliver, *, num_steps=1, worker=None, reads=False, most=None):
         """Queues steps for a worker.
 
         Args:
@@ -432,7 +442,7 @@ class Coordinator(cluster_coordinator.ClusterCoordinator):
                 queue = self.queue
                 queue.wait_until(lambda: queue._num_outstanding() < most, self._patience)
             closure = StepClosure(
-                function, self.queue._cancellation_mgr, args, deliver, num_steps, worker
+                function, self.queue._cancellation_mgr, args, deliver, num_steps, worker, reads
             )
             self.queue.put(closure)
             return closure

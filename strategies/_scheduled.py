@@ -126,14 +126,18 @@ class TrainingFunction:
         step_fn: ``step_fn(data) -> logs``.
         metrics_behind: see :func:`tfdist.strategies._functions.training_function`.
         steps_per_execution: steps that one closure runs.
+        is_training: whether the steps are those of ``fit``.
         in_rounds: whether the gradients of all workers are applied together.
     """
 
-    def __init__(self, strategy, step_fn, *, metrics_behind, steps_per_execution, in_rounds):
+    def __init__(
+        self, strategy, step_fn, *, metrics_behind, steps_per_execution, is_training, in_rounds
+    ):
         self._strategy = strategy
         self._step_fn = _without_absent(step_fn)
         self._metrics_behind = metrics_behind
         self._steps = int(steps_per_execution)
+        self._is_training = is_training
         self._in_rounds = in_rounds
         self._traced = {}
         self._appliers = {}
@@ -177,25 +181,29 @@ class TrainingFunction:
     def _schedule_reading(self, iterator):
         strategy = self._strategy
         if strategy.coordinator.queue.is_read_out():
+            strategy.join()
+            strategy.coordinator.queue.start_reading()  # for the next epoch
             raise StopIteration
-        traced = self._trace(iterator.iterators._type_spec, self._steps, reads=True)
+        traced = self._trace(iterator.iterators._values[0]._type_spec, self._steps, reads=True)
         serial = strategy.next_serial(self._steps)
-        self._submit(traced, (serial, iterator.iterators), self._steps)
+        self._submit(traced, (serial, iterator.iterators), self._steps, reads=True)
         return traced
 
-    def _submit(self, traced, args, num_steps):
+    def _submit(self, traced, args, num_steps, reads=False):
         coordinator = self._strategy.coordinator
 
         def deliver(results, worker):
             found = tf.nest.pack_sequence_as(traced.concrete.structured_outputs, results)
             self._take_over(traced, found)
-            self._strategy.note_steps(worker, num_steps, found["staleness"])
+            if self._is_training:
+                self._strategy.note_steps(worker, num_steps, found["staleness"])
 
         coordinator.submit(
             traced.concrete,
             args,
             deliver,
             num_steps=num_steps,
+            reads=reads,
             most=_IN_FLIGHT_PER_WORKER * self._strategy._num_workers,
         )
 

@@ -305,6 +305,7 @@ class ParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy
             step_fn,
             metrics_behind=metrics_behind,
             steps_per_execution=self._steps_at_once(int(steps_per_execution)),
+            is_training=is_training,
             in_rounds=is_training and self.settings.is_synchronous,
         )
 
