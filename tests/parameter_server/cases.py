@@ -138,7 +138,7 @@ def _saved_files_agree(workers):
     assert chief["restored"] == 0
 
 
-@_OWN.case(topologies=("ps_shards", "ps_all"), compare=(), check=_saved_files_agree)
+@_OWN.case(topologies=("ps_shards",), compare=(), check=_saved_files_agree)
 def saving_in_all_formats(env):
     model, _ = train(env, optimizer=adam, batch_logs=False)
     expected = model.predict(X[:50], verbose=0)
