@@ -691,7 +691,7 @@ def _build_from_spec(stock):
         if is_ours and type(self).call in (keras.Model.call, keras.Layer.call):
             # A model that is all train_step (a GAN, say) has nothing that could be called.
             return None
-        if hasattr(source, "element_spec"):
+        if is_ours and hasattr(source, "before_epoch"):  # an input that the strategy has made
             # The specification is enough: no data is read, so a generator loses nothing.
             iterator = None
             data_batch = tf.nest.map_structure(
