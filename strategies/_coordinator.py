@@ -45,6 +45,7 @@ class StepClosure(cluster_coordinator.Closure):
         self.worker = worker
         self.reads = reads
         self.attempt = None
+        self.is_accepted = False  # whether its results were taken over
         self.tag = None
 
     def copy(self):
@@ -168,7 +169,8 @@ class Queue(cluster_coordinator._CoordinatedClosureQueue):
                     with contextlib.suppress(ValueError):
                         line.remove(closure)
             for worker, (closure, _) in list(self._running.items()):
-                if closure in closures and worker not in self._abandoned:
+                is_running = closure in closures and not closure.is_accepted
+                if is_running and worker not in self._abandoned:
                     self._abandon(worker)
                     revoked.append((worker, closure.attempt))
             self._stop_waiting_condition.notify_all()
@@ -268,7 +270,9 @@ class Queue(cluster_coordinator._CoordinatedClosureQueue):
                 self.note_read_out(worker)
                 return
             self.clocks.finish(worker, closure.num_steps)
+            closure.is_accepted = True
             closure.deliver(results, worker)
+            self._stop_waiting_condition.notify_all()
 
     def mark_finished(self):
         self._end_of(_this_worker())

@@ -134,22 +134,34 @@ def predict_function(strategy, step_fn, *, run_eagerly, jit_compile):
 
     one = _for_batches_too(strategy, execution)
 
-    def executions(tickets):
-        outputs = []
-        for ticket in tickets:
-            try:
-                outputs.append(one(ticket))
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if not outputs:
-                    raise
-                break
-        if len(outputs) == 1:
-            return outputs[0]
-        return tf.nest.map_structure(
-            lambda *parts: tf.concat(parts, 0), *outputs, expand_composites=False
-        )
+    return lambda tickets: concatenated(one, tickets)
 
-    return executions
+
+def up_to_the_end(function, arguments):
+    """``[function(a) for a in arguments]``, shorter where the data ends.
+
+    Raises:
+        StopIteration, tf.errors.OutOfRangeError: there is no data at all.
+    """
+    results = []
+    for argument in arguments:
+        try:
+            results.append(function(argument))
+        except (StopIteration, tf.errors.OutOfRangeError):
+            if not results:
+                raise
+            break
+    return results
+
+
+def concatenated(one, tickets):
+    """The rows of ``one(ticket)`` for each ticket, as long as there is data."""
+    outputs = up_to_the_end(one, tickets)
+    if len(outputs) == 1:
+        return outputs[0]
+    return tf.nest.map_structure(
+        lambda *parts: tf.concat(parts, 0), *outputs, expand_composites=False
+    )
 
 
 def all_rows(strategy, outputs):

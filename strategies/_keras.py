@@ -176,25 +176,21 @@ def _maker():
     return callers[-1] if callers else None
 
 
-@_replaces(keras_variables.Variable, "assign_add", ["self", "value"])
-def _add_on_the_server(stock):
-    def assign_add(self, value):
-        # Stock reads, adds and writes: an update that comes in between would be lost.
-        if _is_on_a_server(self):
-            return self._value.assign_add(tf.cast(value, self._value.dtype))
-        return stock(self, value)
+def _on_the_server(method):
+    def make(stock):
+        def assign(self, value):
+            # Stock reads, adds and writes: an update that comes in between would be lost.
+            if _is_on_a_server(self):
+                return getattr(self._value, method)(tf.cast(value, self._value.dtype))
+            return stock(self, value)
 
-    return assign_add
+        return assign
+
+    return make
 
 
-@_replaces(keras_variables.Variable, "assign_sub", ["self", "value"])
-def _subtract_on_the_server(stock):
-    def assign_sub(self, value):
-        if _is_on_a_server(self):
-            return self._value.assign_sub(tf.cast(value, self._value.dtype))
-        return stock(self, value)
-
-    return assign_sub
+for _method in ("assign_add", "assign_sub"):
+    _replaces(keras_variables.Variable, _method, ["self", "value"])(_on_the_server(_method))
 
 
 def _is_on_a_server(variable):

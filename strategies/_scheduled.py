@@ -14,7 +14,12 @@ from tensorflow.python.distribute import input_lib
 from tensorflow.python.distribute import values as distribute_values
 
 from tfdist.strategies import _input
-from tfdist.strategies._functions import _after, _without_absent
+from tfdist.strategies._functions import (
+    _after,
+    _without_absent,
+    concatenated,
+    up_to_the_end,
+)
 from tfdist.strategies._server_variables import StateVariable, TotalVariable, on_servers
 from tfdist.strategies._step import MetricState, tracing
 from tfdist.strategies._worker_step import WorkerStep
@@ -35,14 +40,13 @@ class ScheduledInput(input_lib.DistributedDatasetsFromFunction):
         num_steps: steps in an epoch, None where the data itself decides.
     """
 
-    def __init__(
-        self, strategy, *, dataset=None, per_worker=None, element_spec, num_steps
-    ):  # not that of the base
+    def __init__(self, strategy, *, dataset=None, per_worker=None, element_spec, num_steps):
         self.strategy = strategy
         self.before_epoch = None
         self.dataset = dataset
         self.per_worker = per_worker
         self._spec = element_spec
+        self.batch_spec = _spec_of(element_spec)
         self.num_steps = num_steps
 
     @property
@@ -154,9 +158,8 @@ class TrainingFunction:
         if iterator.iterators is not None:
             traced = self._schedule_reading(iterator)
         else:
-            batches = _take(iterator, self._steps)
-            spec = _spec_of(iterator.source.element_spec)
-            traced = self._schedule(batches, spec)
+            batches = up_to_the_end(lambda _: iterator.batch(), range(self._steps))
+            traced = self._schedule(batches, iterator.source.batch_spec)
         if finished == 0:
             # Logs need at least one finished step.
             self._strategy.coordinator.wait_until(lambda: self._num_finished > 0)
@@ -313,17 +316,9 @@ class TrainingFunction:
     # ----------------------------------------------------------------------------- rounds
 
     def _several_rounds(self, iterator):
-        spec = _spec_of(iterator.source.element_spec)
-        traced = None
-        for _ in range(self._steps):
-            try:
-                batch = iterator.batch()
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if traced is None:
-                    raise
-                break
-            traced = self._round(batch, spec)
-        return self._final_logs(traced)
+        spec = iterator.source.batch_spec
+        rounds = up_to_the_end(lambda _: self._round(iterator.batch(), spec), range(self._steps))
+        return self._final_logs(rounds[-1])
 
     def _round(self, batch, spec):
         """One step of all live workers: their gradients are applied together."""
@@ -527,18 +522,6 @@ def _rows_of_batch(batch, start, size):
     return _input._map_components(lambda c: _input._slice(start, size, c), batch)
 
 
-def _take(iterator, num):
-    batches = []
-    for _ in range(num):
-        try:
-            batches.append(iterator.batch())
-        except (StopIteration, tf.errors.OutOfRangeError):
-            if not batches:
-                raise
-            break
-    return batches
-
-
 def _as_tensor(value):
     if value is None or isinstance(value, tf.RaggedTensor | tf.SparseTensor):
         return value
@@ -575,19 +558,7 @@ class PredictFunction:
         self._ahead = (None, None)  # the iterator of the results under way, and these
 
     def __call__(self, tickets):
-        outputs = []
-        for ticket in tickets:
-            try:
-                outputs.append(self._one(ticket))
-            except (StopIteration, tf.errors.OutOfRangeError):
-                if not outputs:
-                    raise
-                break
-        if len(outputs) == 1:
-            return outputs[0]
-        return tf.nest.map_structure(
-            lambda *parts: tf.concat(parts, 0), *outputs, expand_composites=False
-        )
+        return concatenated(self._one, tickets)
 
     def _one(self, ticket):
         if not isinstance(ticket, ScheduledIterator):
@@ -602,7 +573,7 @@ class PredictFunction:
         if self._ahead[0] is not ticket:
             self._ahead = (ticket, collections.deque())
         waiting = self._ahead[1]
-        spec = _spec_of(ticket.source.element_spec)
+        spec = ticket.source.batch_spec
         while len(waiting) < _IN_FLIGHT_PER_WORKER * self._strategy._num_workers:
             try:
                 waiting.append(self._submit(ticket.batch(), spec))

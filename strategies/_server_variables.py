@@ -15,6 +15,7 @@ one first waits for the steps that are under way.
 
 import contextlib
 import threading
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -56,7 +57,6 @@ class _ClusterVariable(ps_values.CachingVariable):
     def __init__(self, strategy, variable):
         super().__init__(variable)
         self._strategy = strategy
-        variable._tfdist_container = self
 
     @property
     def distribute_strategy(self):
@@ -93,8 +93,18 @@ class _ClusterVariable(ps_values.CachingVariable):
     def __bool__(self):
         return bool(self.numpy())
 
-    def _as_graph_element(self):
-        return None
+    def _write(self, method, value):
+        """Calls the method of this name, of the variable or of what stands for it in a step."""
+        raise NotImplementedError
+
+    def assign(self, value, use_locking=None, name=None, read_value=True):
+        return self._write("assign", value)
+
+    def assign_add(self, delta, use_locking=None, name=None, read_value=True):
+        return self._write("assign_add", delta)
+
+    def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
+        return self._write("assign_sub", delta)
 
     # In TensorFlow's checkpoints and SavedModels: one tensor, whatever there is behind it.
 
@@ -253,15 +263,10 @@ class ServerVariable(_ClusterVariable):
         if (alone := self._alone()) is not None:
             with ops.device(alone.device):
                 return getattr(alone, method)(value)
-        results = []
         for number, shard in enumerate(self.shards):
             with ops.device(shard.device):
-                results.append(getattr(shard, method)(self.slice(value, number)))
-        return (
-            tf.group(*[r.op if hasattr(r, "op") else r for r in results])
-            if not (context.executing_eagerly())
-            else None
-        )
+                getattr(shard, method)(self.slice(value, number))
+        return None
 
     def slice(self, value, number):
         """The part of a whole value that belongs to a shard.
@@ -284,15 +289,6 @@ class ServerVariable(_ClusterVariable):
             return value
         return value[self.starts[number] : self.starts[number + 1]]
 
-    def assign(self, value, use_locking=None, name=None, read_value=True):
-        return self._write("assign", value)
-
-    def assign_add(self, delta, use_locking=None, name=None, read_value=True):
-        return self._write("assign_add", delta)
-
-    def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
-        return self._write("assign_sub", delta)
-
     def scatter_add(self, sparse_delta, use_locking=False, name=None):
         return self._write("scatter_add", sparse_delta)
 
@@ -303,9 +299,9 @@ class ServerVariable(_ClusterVariable):
         return self._write("scatter_update", sparse_delta)
 
 
-class _Share:
-    def __init__(self, is_here, local):
-        self.is_here, self.local = is_here, local
+class _Share(NamedTuple):
+    is_here: tf.Tensor  # bool, of the shape of the row numbers
+    local: tf.Tensor  # their numbers in the shard
 
 
 class _CopiedVariable(_ClusterVariable):
@@ -329,15 +325,6 @@ class _CopiedVariable(_ClusterVariable):
             return getattr(step.copy_of(self), method)(value)
         self._before_use()
         return getattr(self._v, method)(value)
-
-    def assign(self, value, use_locking=None, name=None, read_value=True):
-        return self._write("assign", value)
-
-    def assign_add(self, delta, use_locking=None, name=None, read_value=True):
-        return self._write("assign_add", delta)
-
-    def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
-        return self._write("assign_sub", delta)
 
 
 class StateVariable(_CopiedVariable):

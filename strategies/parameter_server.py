@@ -45,7 +45,6 @@ class _Extended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
     def __init__(self, strategy, resolver, partitioner, is_colocated):
         super().__init__(strategy, resolver, partitioner)
         self.is_colocated = is_colocated
-        self.compression = None  # of a synchronous strategy's exchange; there is none here
         job, count = ("worker", self._num_workers) if is_colocated else ("ps", self._num_ps)
         self.servers = [f"/job:{job}/replica:0/task:{i}/device:CPU:0" for i in range(count)]
         self._bytes_on = [0] * count

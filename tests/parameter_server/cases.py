@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 import training_cases
 from case_table import BATCH, Table, X, Y, adam, by_name, cross_entropy, mlp, sgd, train
+from job import Rows
 from keras import layers
 
 import tfdist
@@ -80,20 +81,6 @@ _OWN = Table()
 ASYNC = ("ps_async", "ps_all")
 
 
-class Rows(keras.metrics.Metric):
-    """How many rows were seen."""
-
-    def __init__(self, name="rows"):
-        super().__init__(name=name)
-        self.count = self.add_weight(name="count", shape=(), initializer="zeros")
-
-    def update_state(self, y_true, y_pred, sample_weight=None):
-        self.count.assign_add(tf.cast(tf.shape(y_true)[0], "float32"))
-
-    def result(self):
-        return tf.convert_to_tensor(self.count)
-
-
 def _trains(workers):
     (chief,) = workers
     losses = chief["log/loss"]
@@ -115,7 +102,7 @@ def _counts_each_row_once(workers):
 def asynchronous_fit(env):
     with env.scope():
         model = mlp()
-        model.compile(adam(), cross_entropy(), metrics=["accuracy", Rows()])
+        model.compile(adam(), cross_entropy(), metrics=["accuracy", Rows("rows")])
     history = model.fit(
         X,
         Y,
@@ -189,7 +176,7 @@ def workers_read_their_own_data(env):
 
     with env.scope():
         model = mlp()
-        model.compile(sgd(), cross_entropy(), metrics=[Rows()])
+        model.compile(sgd(), cross_entropy(), metrics=[Rows("rows")])
     finite = env.strategy.distribute_datasets_from_function(dataset_fn)
     seen = sum(model.fit(finite, epochs=2, verbose=0).history["rows"])
     infinite = env.strategy.distribute_datasets_from_function(lambda c: dataset_fn(c, True))
