@@ -35,6 +35,7 @@ def main():
     parser.add_argument("--wake-at", type=int, help="the step of the second epoch for SIGCONT")
     parser.add_argument("--until-back", action="store_true", help="train until the worker is back")
     parser.add_argument("--backup", action="store_true")
+    parser.add_argument("--bounds", help="numbers, to train with one after the other")
     parser.add_argument("--shards", action="store_true")
     parser.add_argument("--slow", type=int, default=0, help="how much slower worker 0 is, times")
     options = parser.parse_args()
@@ -63,12 +64,16 @@ def main():
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=["accuracy", Rows(name="rows")],
         )
-    strategy.coordinator.queue.log = []
     harm = Harm(strategy, options) if options.harm and not restart else None
     callbacks = [harm] if harm else []
     if options.backup:
         callbacks.insert(0, keras.callbacks.BackupAndRestore(str(options.folder / "backup")))
     epochs = Epochs()
+    logs = {}
+    for bound in (options.bounds or "").split(",") if options.bounds else ():
+        logs[bound] = strategy.coordinator.queue.log = []
+        strategy.coordinator.queue.clocks.bound = int(bound)
+        model.fit(x, y, batch_size=BATCH, epochs=options.epochs, verbose=0)
     history = model.fit(
         x, y, batch_size=BATCH, epochs=options.epochs, verbose=0, callbacks=[*callbacks, epochs]
     )
@@ -86,7 +91,7 @@ def main():
         "iterations": int(model.optimizer.iterations.numpy()),
         "steps_by_worker": strategy.steps_by_worker,
         "staleness": strategy.read_staleness(),
-        "log": strategy.coordinator.queue.log,
+        "logs": logs,
         "lost_workers": strategy.coordinator.lost_workers,
         "seconds_until_back": seconds_until_back,
         "slots": [list(v.shape) for v in model.optimizer.variables],

@@ -88,9 +88,27 @@ def test_job_comes_back_from_its_last_checkpoint(run, victim):
 def test_nobody_gets_further_ahead_than_the_bound(run):
     result, report = run(
         ["--ps", "1", "-n", "3"],
-        ["--consistency", "Stale", "--argument", "1", "--slow", "10", "--epochs", "13"],
+        ["--consistency", "Stale", "--argument", "0", "--bounds", "0,1,4,16"]
+        + ["--slow", "10", "--epochs", "13"],
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    assert len(report["log"]) >= 500
-    ahead = [finished - slowest for _, finished, slowest in report["log"]]
-    assert max(ahead) == 1
+    for bound, log in report["logs"].items():
+        assert len(log) >= 500
+        ahead = [finished - slowest for _, finished, slowest in log]
+        assert max(ahead) <= int(bound)
+        assert int(bound) > 4 or max(ahead) == int(bound)  # it is reached, too
+
+
+def test_late_workers_are_left_out(run):
+    result, report = run(
+        ["--ps", "1", "-n", "3"],
+        ["--consistency", "Sync", "--argument", "1", "--slow", "300"],
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert report["iterations"] == 3 * STEPS  # every batch is a step of the optimizer
+    slow, *others = report["steps_by_worker"]
+    assert slow < min(others) / 2
+    # Of 16 rows two workers have 11 or 10; what the late one had is dropped.
+    assert all(STEPS * 10 <= rows <= STEPS * 16 for rows in report["rows"])
+    assert sum(report["rows"]) < 3 * STEPS * 16
+    assert report["loss"][-1] < report["loss"][0]
