@@ -345,8 +345,10 @@ class TrainingFunction:
                         worker=worker,
                     )
                 )
-            late = min(strategy.settings.backup_workers, len(closures) - 1)
-            needed = len(closures) - late
+            # Workers that are still late with an earlier step, or dead, are left out already.
+            num_missing = strategy._num_workers - len(workers)
+            late = max(0, strategy.settings.backup_workers - num_missing)
+            needed = max(1, len(closures) - late)
             coordinator.wait_until(
                 lambda found=found, needed=needed, num_lost=num_lost: (
                     len(found) >= needed or len(coordinator.lost_workers) > num_lost
