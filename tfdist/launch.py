@@ -371,17 +371,18 @@ def _run(args: argparse.Namespace) -> int:
     here = own_host(list(hosts), name=args.host) if hosts else None
     args.chief = args.chief or args.ps > 0 or args.colocate_ps
     _refuse_contradictions(args, hosts, here)
-    for number in range(args.max_restarts + 1):
-        family = _run_once(args, hosts, here, number)
-        if family.has_ended_well or number == args.max_restarts:
-            return family.result
-        pause = min(_LONGEST_PAUSE_SECONDS, 2.0**number)
+    family = _run_once(args, hosts, here, 0)
+    for number in range(1, args.max_restarts + 1):
+        if family.has_ended_well:
+            break
+        pause = min(_LONGEST_PAUSE_SECONDS, 2.0 ** (number - 1))
         _say(
-            f"tfdist run: the job starts again in {pause:.0f} s (restart {number + 1} of "
+            f"tfdist run: the job starts again in {pause:.0f} s (restart {number} of "
             f"{args.max_restarts})."
         )
         time.sleep(pause)
-    raise AssertionError("not reached")
+        family = _run_once(args, hosts, here, number)
+    return family.result
 
 
 def _run_once(args: argparse.Namespace, hosts: Mapping[str, int], here: str | None, number: int):

@@ -39,6 +39,8 @@ class Napping(keras.Model):
 
 
 def digits():
+    """A network of one hidden layer: model, loss, inputs [1797, 64], labels, the loss to reach, and
+    the learning rate."""
     images, labels = load_digits(return_X_y=True)
     inputs = keras.Input((64,))
     hidden = keras.layers.Dense(64, "relu")(inputs)
