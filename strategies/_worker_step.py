@@ -31,6 +31,8 @@ class WorkerStep(Step):
     def __init__(self, strategy, rows, total_rows, transport, attempt, serial):
         super().__init__(strategy, rows, total_rows)
         self.graph = ops.get_default_graph()
+        # Steps of one function must not share copies: nothing would order what they do with them.
+        self.name = self.graph.unique_name("tfdist_step")
         self.transport = transport
         self.attempt = attempt
         self.serial = serial
@@ -84,8 +86,7 @@ class WorkerStep(Step):
         if id(variable) not in self._copies:
             # Also where the first use is in a branch of a tf.cond.
             with _outermost(self.graph), record.stop_recording():
-                name = f"tfdist/{variable._unique_id}/{self.replica}"
-                copy = Copy(variable, name)
+                copy = Copy(variable, f"{self.name}/{variable._unique_id}")
                 copy.first = tf.identity(variable.initial_in_step(self))
                 copy.assign(copy.first)
                 copy.is_written = False

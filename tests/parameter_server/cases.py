@@ -224,12 +224,23 @@ def mixed_precision_with_loss_scale(env):
     return by_name("log", {"loss": arrays["log/loss"]})
 
 
-@_OWN.case(topologies=("ps_async",), compare=(), check=_trains)
+def _counts_rows_of_all_steps(workers):
+    (chief,) = workers
+    _trains(workers)
+    assert (chief["log/rows"] == len(X)).all()
+
+
+@_OWN.case(topologies=("ps_async",), compare=(), check=_counts_rows_of_all_steps)
 def several_steps_per_execution(env):
     _, arrays = train(
-        env, optimizer=adam, epochs=5, batch_logs=False, compile_args={"steps_per_execution": 3}
+        env,
+        optimizer=adam,
+        metrics=lambda: [Rows("rows")],
+        epochs=5,
+        batch_logs=False,
+        compile_args={"steps_per_execution": 3},
     )
-    return by_name("log", {"loss": arrays["log/loss"]})
+    return arrays
 
 
 def _travels_by_rows(workers):
