@@ -107,6 +107,7 @@ class Queue(cluster_coordinator._CoordinatedClosureQueue):
         self._running = {}  # worker -> (closure, when it began)
         self._abandoned = set()  # workers whose closure was given to others
         self._read_out = set()  # workers whose own data has ended
+        self._num_moving = 0  # closures on their way from a worker that hangs to another one
         self._num_attempts = 0
         self._none_live_since = None
 
@@ -120,7 +121,7 @@ class Queue(cluster_coordinator._CoordinatedClosureQueue):
 
     def _num_outstanding(self):
         waiting = len(self._ready) + sum(map(len, self._own))
-        return waiting + self._inflight_closure_count
+        return waiting + self._num_moving + self._inflight_closure_count
 
     def put(self, closure, tag=None):
         """Queues a closure; raises the error of one that failed, if any has."""
@@ -337,11 +338,13 @@ class Queue(cluster_coordinator._CoordinatedClosureQueue):
                 for worker, (closure, began) in self._running.items()
                 if now - began > self.step_timeout and worker not in self._abandoned
             ]
+            self._num_moving += len(late)
             for worker, _ in late:
                 self._abandon(worker)
         for worker, closure in late:
             self._revoke_quietly(worker, closure.attempt)  # before another one may begin
             with self._queue_lock:
+                self._num_moving -= 1
                 if not self._error:
                     self._enqueue_again(closure)
         return [worker for worker, _ in late]

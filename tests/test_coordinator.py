@@ -60,6 +60,15 @@ def test_result_counts_once_where_a_step_was_given_to_another_worker(queue, revo
     assert queue.done()
 
 
+def test_step_that_moves_to_another_worker_is_not_finished(queue):
+    outstanding = []
+    queue._revoke = lambda *what: outstanding.append(queue.num_outstanding)
+    queue.put(closure([]))
+    queue.get(tag=0)
+    queue.give_hanging_to_others()
+    assert outstanding == [1]  # while the attempt is revoked, which takes a moment
+
+
 def test_step_of_a_dead_worker_is_first_in_line(queue, revoked):
     delivered = []
     for _ in range(3):
