@@ -260,6 +260,8 @@ class ServerVariable(_ClusterVariable):
             return None  # all replicas of a worker would write the same
         else:
             step.forget(self)
+            if step.is_pushing and getattr(_shard, "number", None) is None:
+                return self._write_guarded(step, method, value)
         if (alone := self._alone()) is not None:
             with ops.device(alone.device):
                 return getattr(alone, method)(value)
@@ -267,6 +269,11 @@ class ServerVariable(_ClusterVariable):
             with ops.device(shard.device):
                 getattr(shard, method)(self.slice(value, number))
         return None
+
+    def _write_guarded(self, step, method, value):
+        for number, shard in enumerate(self.shards):
+            part = self.slice(value, number) if self.is_sharded else tf.convert_to_tensor(value)
+            step.transport.guarded(step, shard.device, [part], getattr(shard, method))
 
     def slice(self, value, number):
         """The part of a whole value that belongs to a shard.

@@ -36,16 +36,20 @@ class Transport:
         self._pull_int8 = int8()
         self._backups, self._slots, self._row_slots = {}, {}, set()
         with ops.device(servers[0]):
-            # How many gradients were applied, and the last revoked attempt of each worker.
-            self.version = _plain_variable(tf.zeros([], tf.int64))
-            self._revoked = _plain_variable(tf.fill([num_workers], tf.constant(-1, tf.int64)))
+            self.version = _plain_variable(tf.zeros([], tf.int64))  # how many gradients came
             # For gradients that are applied together: the rows behind each worker's.
             self._rows = _plain_variable(tf.zeros([num_workers]))
+        self._revoked = []  # on each server the last revoked attempt of each worker
+        for server in servers:
+            with ops.device(server):
+                none = tf.fill([num_workers], tf.constant(-1, tf.int64))
+                self._revoked.append(_plain_variable(none))
 
     def revoke(self, worker, attempt):
         """Lets a worker's attempt push nothing from now on. Called on the chief."""
         update = tf.IndexedSlices(tf.constant([attempt], tf.int64), tf.constant([worker]))
-        self._revoked.scatter_update(update)
+        for revoked in self._revoked:
+            revoked.scatter_update(update)
 
     # -------------------------------------------------------------------------------- pull
 
@@ -160,22 +164,25 @@ class Transport:
             return
         own = step.num_pushes
         step.num_pushes += 1
-
-        def push():
+        flat = tf.nest.flatten([g for g in gradients if g is not None], expand_composites=True)
+        with tf.control_dependencies(flat):
+            step.gradients_are_there = tf.no_op()
             staleness = tf.cast(raw_read(self.version) - step.version - own, tf.int32)
-            step.staleness_now = staleness
-            step.is_pushing = True
-            try:
-                apply()
-            finally:
-                step.is_pushing = False
-                step.staleness_now = None
-            with ops.device(self.version.device):
-                self.version.assign_add(1, read_value=False)
+        step.staleness_now = staleness
+        step.is_pushing = True
+        try:
+            apply()
+        finally:
+            step.is_pushing = False
+            step.staleness_now = None
+
+        def count(staleness):
+            self.version.assign_add(1, read_value=False)
             return staleness
 
-        valid = self._is_valid(step, gradients)
-        step.staleness = tf.cond(valid, push, lambda: tf.constant(_NOTHING))
+        step.staleness = self.guarded(
+            step, self.version.device, [staleness], count, otherwise=_NOTHING
+        )
 
     def push_states(self, step, changes):
         """Adds what a step has changed of layers' states, unless the attempt was revoked.
@@ -183,21 +190,41 @@ class Transport:
         Args:
             changes: list of (:class:`StateVariable`, first value, last value).
         """
-        if not changes or not step.is_first_replica:
-            return
-
-        def push():
+        if step.is_first_replica:
             for variable, first, last in changes:
-                variable.push(first, last)
-            return tf.constant(0)
+                self.guarded(step, variable.device, [first, last], variable.push)
 
-        valid = self._is_valid(step, [last for _, _, last in changes])
-        tf.cond(valid, push, lambda: tf.constant(0))
+    def guarded(self, step, device, arguments, write, otherwise=0):
+        """``write(*arguments)`` on a server, unless the step's attempt was revoked.
 
-    def _is_valid(self, step, tensors):
-        flat = tf.nest.flatten([t for t in tensors if t is not None], expand_composites=True)
-        with tf.control_dependencies(flat), ops.device(self._revoked.device):
-            return tf.not_equal(raw_read(self._revoked)[step.worker], step.attempt)
+        The server looks when the arguments have arrived: nothing of a worker that was stopped and
+        wakes is written, however far it had come.
+
+        Args:
+            device: the server's.
+            arguments: list; those that are tensors or ``tf.IndexedSlices`` are sent.
+            write: makes the operations; a scalar that it returns is returned.
+            otherwise: what is returned where nothing is written.
+        """
+        revoked = self._revoked[tf.DeviceSpec.from_string(device).task or 0]
+        with ops.device(device):
+            arrived = tf.nest.map_structure(
+                lambda a: tf.identity(a) if isinstance(a, tf.Tensor) else a,
+                arguments,
+                expand_composites=True,
+            )
+            tensors = tf.nest.flatten(arrived, expand_composites=True)
+            after = [t for t in tensors if isinstance(t, tf.Tensor)]
+            if step.gradients_are_there is not None:
+                after.append(step.gradients_are_there)
+            with tf.control_dependencies(after):
+                is_valid = tf.not_equal(raw_read(revoked)[step.worker], step.attempt)
+
+            def do():
+                result = write(*arrived)
+                return result if isinstance(result, tf.Tensor) else tf.constant(otherwise)
+
+            return tf.cond(is_valid, do, lambda: tf.constant(otherwise))
 
     def send(self, variable, number, gradient, step):
         """Brings a gradient to a shard's server.

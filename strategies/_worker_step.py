@@ -47,6 +47,7 @@ class WorkerStep(Step):
         self.is_first_part = True  # of the batch
         self.is_pushing = False
         self.version = None  # of the weights, when the step began
+        self.gradients_are_there = None  # an operation that comes after the last of a push
         self.num_pushes = 0
         self.staleness = None  # of the last push
         self.staleness_now = None  # inside of a push

@@ -482,14 +482,21 @@ def _update_shards(variable, fn, args, kwargs, step, transport):
             parts = [variable.slice(a, number) if is_whole(a) else a for a in parts]
         if is_push and (tf.is_tensor(parts[0]) or isinstance(parts[0], tf.IndexedSlices)):
             parts[0] = transport.send(variable, number, parts[0], step)
+
+        def update(*parts, number=number, shard=shard):
+            with (
+                ops.device(shard.device),
+                acting_as_shard(number),
+                distribute_lib.UpdateContext(shard.device),
+            ):
+                fn(variable, *parts, **kwargs)
+
         if step is not None:
             step.forget(variable)
-        with (
-            ops.device(shard.device),
-            acting_as_shard(number),
-            distribute_lib.UpdateContext(shard.device),
-        ):
-            fn(variable, *parts, **kwargs)
+        if step is not None and step.is_pushing:
+            transport.guarded(step, shard.device, parts, update)
+        else:
+            update(*parts)
 
 
 class _LateInputContext:

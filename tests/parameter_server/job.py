@@ -89,6 +89,7 @@ def main():
         "rows": history.history["rows"],
         "loss": history.history["loss"],
         "iterations": int(model.optimizer.iterations.numpy()),
+        "iterations_of_first_epoch": harm and harm.iterations_of_first_epoch,
         "steps_by_worker": strategy.steps_by_worker,
         "staleness": strategy.read_staleness(),
         "logs": logs,
@@ -151,9 +152,14 @@ class Harm(keras.callbacks.Callback):
         self._signal, self._target = options.harm.split(":")
         self._epoch = 0
         self.done_at = None
+        self.iterations_of_first_epoch = None
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
+
+    def on_epoch_end(self, epoch, logs=None):
+        if epoch == 0:
+            self.iterations_of_first_epoch = int(self.model.optimizer.iterations.numpy())
 
     def on_train_batch_end(self, batch, logs=None):
         first = self._epoch == (1 if self._options.backup else 0)

@@ -62,7 +62,9 @@ def test_step_of_a_worker_that_hangs_goes_to_another(run):
     assert result.returncode == 0, result.stderr[-3000:]
     assert "has not ended its step within 3 s; the step goes to another" in result.stdout
     assert report["rows"] == [640.0] * 3
-    assert report["iterations"] == 3 * STEPS  # what it pushed when it woke counted for nothing
+    # It may have pushed just before it was stopped; what it pushes when it wakes is void.
+    assert report["iterations_of_first_epoch"] in (STEPS, STEPS + 1)
+    assert report["iterations"] == report["iterations_of_first_epoch"] + 2 * STEPS
     assert len(report["staleness"]) == 3 * STEPS
 
 
