@@ -7,12 +7,14 @@ if __name__ != "tfdist.strategies":
     )
 
 from tfdist.strategies.mirrored import MirroredStrategy
+from tfdist.strategies.model_parallel import ModelParallelStrategy
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
 from tfdist.strategies.parameter_server import ParameterServerStrategy
 from tfdist.strategies.tpu import TPUStrategy
 
 __all__ = [
     "MirroredStrategy",
+    "ModelParallelStrategy",
     "MultiWorkerMirroredStrategy",
     "ParameterServerStrategy",
     "TPUStrategy",

@@ -27,8 +27,9 @@ class StepClosure(cluster_coordinator.Closure):
     """Some steps to run on a worker.
 
     Args:
-        function: a concrete function; its first argument is the number of the attempt, a scalar
-            int64, and its results are tensors.
+        function: a concrete function; its first argument holds the number of the attempt and
+            ``serial``, int64 [2], and its results are tensors.
+        serial: number of the first of the steps.
         args: its other arguments.
         deliver: ``deliver(results, worker)``, called once, with a flat list of numpy arrays.
         num_steps: how many steps it runs.
@@ -37,9 +38,10 @@ class StepClosure(cluster_coordinator.Closure):
     """
 
     def __init__(
-        self, function, cancellation_mgr, args, deliver, num_steps=1, worker=None, reads=False
+        self, function, cancellation_mgr, serial, args, deliver, num_steps=1, worker=None, reads=False
     ):
         super().__init__(function, cancellation_mgr, args=args)
+        self.serial = serial
         self.deliver = deliver
         self.num_steps = num_steps
         self.worker = worker
@@ -66,7 +68,7 @@ class StepClosure(cluster_coordinator.Closure):
         # Made here, not on the worker: making a constant there holds Python's lock for as long as
         # the worker does not answer.
         with ops.device("/job:chief/replica:0/task:0/device:CPU:0"):
-            attempt = tf.constant(self.attempt, tf.int64)
+            call = tf.constant([self.attempt, self.serial], tf.int64)
         with (
             ops.device(worker.device_name),
             context.executor_scope(worker.executor),
@@ -74,7 +76,7 @@ class StepClosure(cluster_coordinator.Closure):
         ):
             args = nest.map_structure(coordinator_context.maybe_get_remote_value, args)
             try:
-                outputs = self._function(attempt, *args)
+                outputs = self._function(call, *args)
             except tf.errors.OutOfRangeError:
                 results = None  # the data that this worker reads has ended
             else:
@@ -434,11 +436,13 @@ class Coordinator(cluster_coordinator.ClusterCoordinator):
         self._is_joining = threading.Lock()
         threading.Thread(target=self._watch, name="tfdist step limits", daemon=True).start()
 
-    def submit(self, function, args, deliver, *, num_steps=1, worker=None, reads=False, most=None):
+    def submit(
+        self, function, serial, args, deliver, *, num_steps=1, worker=None, reads=False, most=None
+    ):
         """Queues steps for a worker.
 
         Args:
-            function: a concrete function, see :class:`StepClosure`.
+            function, serial: see :class:`StepClosure`.
             most: waits until fewer than so many closures are outstanding.
 
         Raises:
@@ -449,7 +453,14 @@ class Coordinator(cluster_coordinator.ClusterCoordinator):
                 queue = self.queue
                 queue.wait_until(lambda: queue._num_outstanding() < most, self._patience)
             closure = StepClosure(
-                function, self.queue._cancellation_mgr, args, deliver, num_steps, worker, reads
+                function,
+                self.queue._cancellation_mgr,
+                serial,
+                args,
+                deliver,
+                num_steps,
+                worker,
+                reads,
             )
             self.queue.put(closure)
             return closure

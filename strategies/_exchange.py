@@ -32,6 +32,7 @@ class GradientExchange(trackable.Trackable):
         self._extended = extended
         self._exchange = exchange
         self._specs = list(specs)
+        self.first_shard = {}  # of a split variable, by its number: the number of its first shard
         self._lock = threading.Lock()
         self._variables = {}  # (which gradients, replica in this process) -> list of variables
         self._structures = {}  # which gradients -> the nest of which these are the leaves
@@ -39,6 +40,10 @@ class GradientExchange(trackable.Trackable):
         self._notes = None  # steps, seconds, squares of gradients
         self._collected = None  # what the other workers have sent for a file
         self._is_finite = tf.function(_are_finite, jit_compile=True, autograph=False)
+
+    def number_of_shard(self, number, shard):
+        """The number by which the gradient of a variable's shard goes."""
+        return self.first_shard[number] + shard
 
     # ------------------------------------------------------------------------ in a step
 

@@ -27,6 +27,8 @@ from keras.src.backend.common.symbolic_scope import SymbolicScope
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
+from keras.src.models import functional
+from keras.src.ops import operation
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.saving import saving_api
@@ -34,14 +36,17 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.trainers import epoch_iterator
 from keras.src.trainers.data_adapters import array_data_adapter, array_slicing
 from tensorflow.python.distribute import values as distribute_values
+from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import data_structures
 
 from tfdist.compression import all_reduce, everywhere
+from tfdist.parallel import current_stage
 from tfdist.strategies._agreement import digest
 from tfdist.strategies._exchange import GradientExchange
 from tfdist.strategies._saving import exchanges_in, write_once
 from tfdist.strategies._server_variables import ServerVariable
+from tfdist.strategies._split_variables import SplitVariable
 from tfdist.strategies._step import MetricState, current_step, zero_without_rows
 from tfdist.strategies._worker_step import WorkerStep
 
@@ -157,10 +162,11 @@ def variable_role(kwargs):
         and kwargs.get("colocate_with") is None
         and tf.as_dtype(kwargs.get("dtype") or tf.float32).is_floating
     )
-    return "layer state" if is_state and _is_made_by_a_layer() else None
+    return "layer state" if is_state and is_made_by_a_layer() else None
 
 
-def _is_made_by_a_layer():
+def is_made_by_a_layer():
+    """Whether the variable that is being made is one of a layer."""
     return isinstance(_maker(), keras.Layer)
 
 
@@ -486,6 +492,8 @@ def _weight_by_rows(optimizer, gradients, variables):
     def weight(gradient, variable):
         if gradient is None:
             return None
+        if is_weighted and hasattr(gradient, "_tfdist_parts"):
+            return gradient
         if isinstance(gradient, tf.IndexedSlices):
             if is_weighted:
                 return gradient
@@ -538,7 +546,10 @@ def _exchange(strategy, optimizer, gradients, variables):
             number_of |= {id(variable): number, id(variable.value): number}
         numbers = [number_of[id(variables[i])] for i in present]
     sums = strategy.extended.exchange_gradients(
-        [gradients[i] for i in present], numbers=numbers, exchange=exchange
+        [gradients[i] for i in present],
+        numbers=numbers,
+        exchange=exchange,
+        variables=[variables[i] for i in present],
     )
     result = list(gradients)
     for i, total in zip(present, sums, strict=True):
@@ -570,8 +581,7 @@ def _build_with_exchange(stock):
     def build(self, variables):
         stock(self, variables)
         values = [getattr(variable, "value", variable) for variable in variables]
-        strategies = [getattr(value, "distribute_strategy", None) for value in values]
-        strategy = _strategy_of(strategies[0]) if strategies else None
+        _set_exchange(self, variables)
         sharded = [v for v in values if getattr(v, "is_sharded", False)]
         if sharded and type(self).__name__ in _NOT_ELEMENTWISE:
             raise ValueError(
@@ -579,20 +589,202 @@ def _build_with_exchange(stock):
                 "not: it is cut into shards on several servers. Use an optimizer that treats every "
                 "element by itself (SGD, Adam, AdamW, ...), or no variable_partitioner."
             )
-        wraps_another = isinstance(self, loss_scale_optimizer.LossScaleOptimizer)
-        if strategy is None or wraps_another or not hasattr(strategy.extended, "exchange_groups"):
-            return
-        specs = [tf.TensorSpec(v.shape, v.dtype, name=v.path) for v in variables]
-        if strategy.compression is None:
-            # Has no state: checkpoints stay those of plain Keras.
-            exchange = GradientExchange(strategy.extended, everywhere(all_reduce()), specs)
-            self.gradient_exchange = data_structures.NoDependency(exchange)
-        else:
-            self.gradient_exchange = _SaveableExchange(
-                strategy.extended, strategy.compression, specs
-            )
 
     return build
+
+
+def _set_exchange(optimizer, variables):
+    """Gives an optimizer the exchange for the gradients of its variables, if they are exchanged."""
+    values = [getattr(variable, "value", variable) for variable in variables]
+    strategy = _strategy_of(getattr(values[0], "distribute_strategy", None)) if values else None
+    wraps_another = isinstance(optimizer, loss_scale_optimizer.LossScaleOptimizer)
+    if strategy is None or wraps_another or not hasattr(strategy.extended, "exchange_groups"):
+        return
+    specs = [tf.TensorSpec(v.shape, v.dtype, name=v.path) for v in variables]
+    shards, first_shard = [], {}
+    for number, (variable, value) in enumerate(zip(variables, values, strict=True)):
+        if isinstance(value, SplitVariable):
+            first_shard[number] = len(specs) + len(shards)
+            shards += [tf.TensorSpec(s.shape, s.dtype, name=variable.path) for s in value.shards]
+    if strategy.compression is None:
+        # Has no state: checkpoints stay those of plain Keras.
+        exchange = GradientExchange(strategy.extended, everywhere(all_reduce()), specs + shards)
+        optimizer.gradient_exchange = data_structures.NoDependency(exchange)
+    else:
+        exchange = _SaveableExchange(strategy.extended, strategy.compression, specs + shards)
+        optimizer.gradient_exchange = exchange
+    exchange.first_shard = first_shard
+
+
+# ------------------------------------------------------------------------- split models
+
+
+def _splitting_strategy():
+    strategy = _replica_strategy()
+    return strategy if hasattr(strategy, "call_graph") else None
+
+
+@_replaces(keras.Layer, "__call__", ["self"])
+def _call_in_place(stock):
+    def __call__(self, *args, **kwargs):
+        strategy = _splitting_strategy()
+        if strategy is None or _any_symbolic((args, kwargs)):
+            return stock(self, *args, **kwargs)
+        return strategy.call_layer(stock, self, args, kwargs)
+
+    return __call__
+
+
+@_replaces(operation.Operation, "__call__", ["self"])
+def _compute_in_place(stock):
+    def __call__(self, *args, **kwargs):
+        strategy = _splitting_strategy()
+        if strategy is None or _any_symbolic((args, kwargs)):
+            return stock(self, *args, **kwargs)
+        return strategy.call_operation(stock, self, args, kwargs)
+
+    return __call__
+
+
+@_replaces(functional.Functional, "_run_through_graph", ["self", "inputs", "operation_fn"])
+def _run_in_place(stock):
+    def _run_through_graph(self, inputs, operation_fn=lambda op: op, **kwargs):
+        strategy = _splitting_strategy()
+        if strategy is not None and not _any_symbolic(inputs):
+            outputs = strategy.call_graph(self, tree.flatten(inputs), operation_fn)
+            if outputs is not None:
+                return tree.pack_sequence_as(self._outputs_struct, outputs)
+        return stock(self, inputs, operation_fn=operation_fn, **kwargs)
+
+    return _run_through_graph
+
+
+@_replaces(keras.Layer, "__init__", ["self"])
+def _note_stage(stock):
+    def __init__(self, *args, **kwargs):
+        stock(self, *args, **kwargs)
+        if current_stage() is not None:
+            self._tfdist_stage = current_stage()
+
+    return __init__
+
+
+def stage_of_layer(layer):
+    """The stage in whose context a layer was made, or None."""
+    return getattr(layer, "_tfdist_stage", None)
+
+
+def _any_symbolic(nest):
+    return any(isinstance(leaf, keras.KerasTensor) for leaf in tree.flatten(nest))
+
+
+def graph_of(model):
+    """The functional model that a model is (or that a Sequential one has); else None."""
+    if isinstance(model, keras.Sequential):
+        return model._functional
+    is_own = type(model).call is not functional.Functional.call
+    return model if isinstance(model, functional.Functional) and not is_own else None
+
+
+def nodes_of(graph):
+    """The nodes of a functional model in the order of their computation."""
+    nodes = []
+    for depth in sorted(graph._nodes_by_depth, reverse=True):
+        nodes += [n for n in graph._nodes_by_depth[depth] if n.operation and not n.is_input]
+    return nodes
+
+
+def compute(node, tensors, operation_of):
+    """Computes a node of a functional model; ``tensors`` is a dict from ids, which grows."""
+    args, kwargs = node.arguments.fill_in(tensors)
+    outputs = operation_of(node.operation)(*args, **kwargs)
+    for symbol, value in zip(node.outputs, tree.flatten(outputs), strict=True):
+        tensors[id(symbol)] = value
+
+
+def own_losses(model):
+    """What the layers of a model have added by ``add_loss`` in its last call."""
+    losses = model._get_own_losses()
+    for layer in model._flatten_layers(include_self=False):
+        losses.extend(layer._get_own_losses())
+    return losses
+
+
+def set_losses(model, losses):
+    """Puts losses in place of those that :func:`own_losses` finds."""
+    model._clear_losses()
+    model._losses.extend(losses)
+
+
+def replace_value(variable, value):
+    """Lets a Keras variable stand for another ``tf.Variable``."""
+    variable._value = value
+
+
+def variables_of_optimizer(optimizer):
+    """All variables of an optimizer, and of the one that it wraps."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return list(optimizer.variables) + ([] if inner is None else list(inner.variables))
+
+
+def refresh_optimizer(optimizer):
+    """Lets an optimizer that is built already find its variables, which were replaced."""
+    inner = getattr(optimizer, "inner_optimizer", None)
+    if inner is not None:
+        refresh_optimizer(inner)
+    if not optimizer.built:
+        return
+    variables = optimizer._trainable_variables
+    optimizer._trainable_variables_indices = {
+        optimizer._var_key(variable): i for i, variable in enumerate(variables)
+    }
+    _set_exchange(optimizer, variables)
+
+
+def place_sums():
+    """Moves the sums of gradients that a tape has made to where what they sum is."""
+    graph = tf.compat.v1.get_default_graph()
+    seen = getattr(graph, "_tfdist_num_placed", 0)
+    if not isinstance(graph, func_graph.FuncGraph):
+        return
+    made = graph.get_operations()
+    for op in made[seen:]:
+        if op.type == "AddN" and op.inputs[0].op.device:
+            op._set_device(op.inputs[0].op.device)
+    graph._tfdist_num_placed = len(made)
+
+
+def interleaved_step(strategy, trainer, one_by_one):
+    """A training step like Keras' own, whose micro-batches each go forward and backward in turn.
+
+    Raises:
+        ValueError: the model has a training step of its own.
+    """
+    if type(trainer).train_step is not keras.Model.train_step:
+        raise ValueError(
+            f"schedule='1f1b': {type(trainer).__name__} has a train_step of its own, which has the "
+            "loss of the whole batch at once. Use ModelParallelStrategy(schedule='gpipe')."
+        )
+
+    def forward(part):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(part)
+        y_pred = trainer(x, training=True) if trainer._call_has_training_arg else trainer(x)
+        loss = trainer._compute_loss(
+            x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+        )
+        rows = tf.cast(current_step().rows, tf.int32)
+        trainer._loss_tracker.update_state(_unscale_weighted(loss), sample_weight=rows)
+        return trainer.optimizer.scale_loss(loss), y_pred
+
+    def train_step(data):
+        gradients, y_pred = one_by_one(strategy, trainer, data, forward)
+        step = current_step()
+        step.weighted.add(id(trainer.optimizer))
+        trainer.optimizer.apply_gradients(zip(gradients, trainer.trainable_weights, strict=True))
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        return trainer.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    return train_step
 
 
 # -------------------------------------------------------------------------------- trainer
@@ -609,6 +801,7 @@ def _make_training_function(stock):
         return strategy.training_function(
             step_function,
             is_training=step_function == self.train_step,
+            trainer=self,
             metrics_behind=functools.partial(_metrics_behind, self),
             steps_per_execution=self.steps_per_execution,
             run_eagerly=self.run_eagerly,
@@ -627,6 +820,7 @@ def _make_predict_function(stock):
         if self.predict_function is None or force:
             self.predict_function = strategy.predict_function(
                 self.predict_step,
+                trainer=self,
                 run_eagerly=self.run_eagerly,
                 jit_compile=_may_compile(self, strategy),
             )

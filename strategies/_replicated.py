@@ -45,13 +45,14 @@ class Replicated:
         _saving.install()
         return super().scope()
 
-    def training_function(self, step_fn, *, is_training, **settings):
+    def training_function(self, step_fn, *, is_training, trainer=None, **settings):
         """See :func:`tfdist.strategies._functions.training_function`."""
-        del is_training
+        del is_training, trainer
         return _functions.training_function(self, step_fn, **settings)
 
-    def predict_function(self, step_fn, **settings):
+    def predict_function(self, step_fn, *, trainer=None, **settings):
         """See :func:`tfdist.strategies._functions.predict_function`."""
+        del trainer
         return _functions.predict_function(self, step_fn, **settings)
 
     def distribute_input(self, dataset, **known):
@@ -94,8 +95,11 @@ class ReplicatedExtended:
             for launcher in getattr(getattr(self, name, None), "_launchers", ()):
                 launcher.__class__ = Launcher
 
+    def _role_of(self, kwargs):
+        return _keras.variable_role(kwargs)
+
     def _create_variable(self, next_creator, **kwargs):
-        role = _keras.variable_role(kwargs)
+        role = self._role_of(kwargs)
         if role == "layer state":
             kwargs["aggregation"] = tf.VariableAggregation.MEAN
         elif role == "optimizer counter":
@@ -117,7 +121,7 @@ class ReplicatedExtended:
         """One dataset for each input worker, as it is; ``dataset_fn(input_context)``."""
         return super()._distribute_datasets_from_function(dataset_fn, None)
 
-    def exchange_gradients(self, gradients, numbers=None, exchange=None):
+    def exchange_gradients(self, gradients, numbers=None, exchange=None, variables=None):
         """Sums gradients over all replicas (in replica context).
 
         Args:
@@ -125,10 +129,12 @@ class ReplicatedExtended:
             numbers: the numbers of their variables, for ``exchange``.
             exchange: a :class:`~tfdist.strategies._exchange.GradientExchange`, or None to sum
                 without compression.
+            variables: their variables.
 
         Returns:
             The sums in the same order, identical bit for bit on all replicas.
         """
+        del variables
         if self._num_replicas_in_sync == 1:
             return gradients
         replica = distribute_lib.get_replica_context()

@@ -25,6 +25,7 @@ from tfdist.strategies._step import MetricState, tracing
 from tfdist.strategies._worker_step import WorkerStep
 
 _IN_FLIGHT_PER_WORKER = 3
+CALL_SPEC = tf.TensorSpec([2], tf.int64)  # the numbers of an attempt and of its first step
 
 
 class ScheduledInput(input_lib.DistributedDatasetsFromFunction):
@@ -104,11 +105,53 @@ def _spec_of(spec):
     )
 
 
+class _Packing:
+    """How the results of steps travel to the chief: each result of its own would cost a message.
+
+    Numbers that a float64 holds exactly go in one vector; others go as they are.
+    """
+
+    def __init__(self):
+        self._structure, self._shapes, self._dtypes = None, [], []
+
+    def pack(self, results):
+        """A list of few tensors, of a nest of tensors."""
+        flat = tf.nest.flatten(results)
+        self._structure = tf.nest.map_structure(lambda _: None, results)
+        self._shapes = [t.shape if _fits_float64(t) else None for t in flat]
+        self._dtypes = [t.dtype for t in flat]
+        chosen = [t for t, shape in zip(flat, self._shapes, strict=True) if shape is not None]
+        others = [t for t, shape in zip(flat, self._shapes, strict=True) if shape is None]
+        vector = [tf.reshape(tf.cast(t, tf.float64), [-1]) for t in chosen]
+        return [tf.concat([tf.zeros([0], tf.float64), *vector], 0), *others]
+
+    def unpack(self, arrays):
+        """The nest that ``pack`` was given, of numpy arrays."""
+        vector, others = arrays[0], iter(arrays[1:])
+        flat, start = [], 0
+        for shape, dtype in zip(self._shapes, self._dtypes, strict=True):
+            if shape is None:
+                flat.append(next(others))
+                continue
+            size = shape.num_elements()
+            part = vector[start : start + size].reshape(shape.as_list())
+            flat.append(part.astype(dtype.as_numpy_dtype))
+            start += size
+        return tf.nest.pack_sequence_as(self._structure, flat)
+
+
+def _fits_float64(tensor):
+    dtype = tensor.dtype
+    is_exact = dtype.is_floating or (dtype.is_integer and dtype.size <= 4)
+    return is_exact and tensor.shape.is_fully_defined()
+
+
 class Traced:
     """A traced function for the workers, and what its results mean.
 
     Attributes:
-        concrete: the concrete function.
+        concrete: the concrete function; its results are those of ``packing``.
+        packing: the :class:`_Packing` of its results.
         totals: the :class:`TotalVariable` of each of the results' ``totals``.
         results: ``results(values) -> dict``, logs from the values of ``metrics``.
         metrics: the ``TotalVariable`` that the logs depend on.
@@ -117,6 +160,7 @@ class Traced:
 
     def __init__(self):
         self.concrete = None
+        self.packing = _Packing()
         self.totals, self.metrics, self.deferred = [], [], []
         self.results = lambda values: {}
         self.keys = None
@@ -178,7 +222,7 @@ class TrainingFunction:
     def _schedule(self, batches, spec):
         traced = self._trace(spec, len(batches))
         serial = self._strategy.next_serial(len(batches))
-        self._submit(traced, (serial, tuple(batches)), len(batches))
+        self._submit(traced, serial, (tuple(batches),), len(batches))
         return traced
 
     def _schedule_reading(self, iterator):
@@ -189,20 +233,21 @@ class TrainingFunction:
             raise StopIteration
         traced = self._trace(iterator.iterators._values[0]._type_spec, self._steps, reads=True)
         serial = strategy.next_serial(self._steps)
-        self._submit(traced, (serial, iterator.iterators), self._steps, reads=True)
+        self._submit(traced, serial, (iterator.iterators,), self._steps, reads=True)
         return traced
 
-    def _submit(self, traced, args, num_steps, reads=False):
+    def _submit(self, traced, serial, args, num_steps, reads=False):
         coordinator = self._strategy.coordinator
 
         def deliver(results, worker):
-            found = tf.nest.pack_sequence_as(traced.concrete.structured_outputs, results)
+            found = traced.packing.unpack(results)
             self._take_over(traced, found)
             if self._is_training:
                 self._strategy.note_steps(worker, num_steps, found["staleness"])
 
         coordinator.submit(
             traced.concrete,
+            serial,
             args,
             deliver,
             num_steps=num_steps,
@@ -226,29 +271,30 @@ class TrainingFunction:
             make = self._reading_steps if reads else self._steps_on
             with self._strategy.scheduling():
                 function = tf.function(make(traced, num_steps), autograph=False)
-                scalar = tf.TensorSpec([], tf.int64)
                 data = spec if reads else (spec,) * num_steps
-                traced.concrete = function.get_concrete_function(scalar, scalar, data)
+                traced.concrete = function.get_concrete_function(CALL_SPEC, data)
         return self._traced[key]
 
     def _steps_on(self, traced, num_steps):
-        def steps(attempt, serial, batches):
+        def steps(call, batches):
+            attempt, serial = tf.unstack(call)
             results = [
                 self._one_step(traced, batch, _input.rows_of(batch), attempt, serial + i)
                 for i, batch in enumerate(batches)
             ]
-            return _combined(results)
+            return traced.packing.pack(_combined(results))
 
         return steps
 
     def _reading_steps(self, traced, num_steps):
-        def steps(attempt, serial, iterator):
+        def steps(call, iterator):
+            attempt, serial = tf.unstack(call)
             results = []
             for i in range(num_steps):
                 batch = iterator.get_next()
                 rows = _input.rows_of(batch)
                 results.append(self._one_step(traced, batch, rows, attempt, serial + i))
-            return _combined(results)
+            return traced.packing.pack(_combined(results))
 
         return steps
 
@@ -340,7 +386,8 @@ class TrainingFunction:
                 closures.append(
                     coordinator.submit(
                         traced.concrete,
-                        (serial + number, _place(total, number, len(workers)), part),
+                        serial + number,
+                        (_place(total, number, len(workers)), part),
                         functools.partial(_note, found),
                         worker=worker,
                     )
@@ -358,10 +405,7 @@ class TrainingFunction:
             queue.drop(closures)
             if len(in_time) >= needed:
                 break
-        parts = [
-            tf.nest.pack_sequence_as(traced.concrete.structured_outputs, results)
-            for results in in_time.values()
-        ]
+        parts = [traced.packing.unpack(results) for results in in_time.values()]
         self._take_over(traced, tf.nest.map_structure(lambda *same: sum(same), *parts))
         for worker in in_time:
             strategy.note_steps(worker, 1, [])
@@ -375,16 +419,18 @@ class TrainingFunction:
         if key not in self._traced:
             traced = self._traced[key] = Traced()
 
-            def step(attempt, serial, place, data):
+            def step(call, place, data):
+                attempt, serial = tf.unstack(call)
                 total_rows, number, num_parts = tf.unstack(place)
                 place = number, num_parts
-                return _combined([self._one_step(traced, data, total_rows, attempt, serial, place)])
+                result = self._one_step(traced, data, total_rows, attempt, serial, place)
+                return traced.packing.pack(_combined([result]))
 
             with self._strategy.scheduling():
-                scalar, place = tf.TensorSpec([], tf.int64), tf.TensorSpec([3], tf.int64)
+                place = tf.TensorSpec([3], tf.int64)
                 spec = tf.nest.map_structure(_of_any_rows, spec, expand_composites=False)
                 function = tf.function(step, autograph=False)
-                traced.concrete = function.get_concrete_function(scalar, scalar, place, spec)
+                traced.concrete = function.get_concrete_function(CALL_SPEC, place, spec)
         return self._traced[key]
 
     def _applier(self, traced):
@@ -424,7 +470,7 @@ class TrainingFunction:
 
     def current_logs(self, traced):
         """The logs over all steps that are finished."""
-        with self._strategy.not_waiting():
+        with self._strategy.not_waiting(), tf.device(self._strategy.chief_device):
             values = [tf.convert_to_tensor(v) for v in traced.metrics]
             results = traced.results(values)
         with self._lock:
@@ -593,13 +639,15 @@ class PredictFunction:
         concrete = self._traced[key]
         result = _Result(self._strategy.coordinator, concrete)
         serial = self._strategy.next_serial(1)
-        self._strategy.coordinator.submit(concrete, (serial, batch), result.set)
+        self._strategy.coordinator.submit(concrete, serial, (batch,), result.set)
         return result
 
     def _trace(self, spec):
         strategy = self._strategy
 
-        def step(attempt, serial, data):
+        def step(call, data):
+            attempt, serial = tf.unstack(call)
+
             def replica_step(data):
                 step = WorkerStep(
                     strategy,
@@ -617,10 +665,9 @@ class PredictFunction:
             return strategy.run_on_first_device(replica_step, data)
 
         with strategy.scheduling():
-            scalar = tf.TensorSpec([], tf.int64)
             spec = tf.nest.map_structure(_of_any_rows, spec, expand_composites=False)
             function = tf.function(step, autograph=False)
-            return function.get_concrete_function(scalar, scalar, spec)
+            return function.get_concrete_function(CALL_SPEC, spec)
 
 
 class _Result:

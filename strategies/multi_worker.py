@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import ctypes
+import functools
 import platform
 import sys
 
@@ -27,7 +28,7 @@ _FAREWELL_SECONDS = 30.0
 _BROADCAST = (tf.bool, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64, tf.string)
 
 
-class _MultiWorkerExtended(
+class MultiWorkerExtended(
     ReplicatedExtended, collective_all_reduce_strategy.CollectiveAllReduceExtended
 ):
     def __init__(self, strategy, cluster_resolver, communication_options, compression):
@@ -115,33 +116,56 @@ class MultiWorkerMirroredStrategy(Replicated, tf.distribute.MultiWorkerMirroredS
             if cluster_resolver is None
             else cluster.from_resolver(cluster_resolver)
         )
-        cluster.require_no_ps(members, "MultiWorkerMirroredStrategy")
-        together = members.num_workers > 1 and members.task_type in ("chief", "worker")
-        if together:
-            _require_fresh_context()
-            rendezvous(members, payload=_versions())
-            _configure_coordination(members)
-            _keep_freed_memory()
-        extended = _MultiWorkerExtended(
+        join_workers(
             self,
-            cluster_resolver=_resolver(members if together else None),
-            communication_options=_without_timeout(communication_options),
-            compression=exchange,
+            members,
+            communication_options,
+            exchange,
+            functools.partial(MultiWorkerExtended, self),
         )
-        distribute_lib.Strategy.__init__(self, extended)
-        self.extended.board = None
-        if together:
-            labels = [cluster.task_label(*task) for task, _ in cluster.training_tasks(members.jobs)]
-            board = Board(members.rank, labels, _AGREEMENT_TIMEOUT_SECONDS)
-            self.extended.board = board
-            timeout_seconds = getattr(communication_options, "timeout_seconds", None)
-            self.extended.watchdog = Watchdog(timeout_seconds or _STEP_TIMEOUT_SECONDS)
-            settings = {
-                "number of local devices": len(self.extended.worker_devices),
+
+
+def join_workers(strategy, members, communication_options, exchange, make_extended, settings=()):
+    """Makes the workers meet, and gives the strategy the ``extended`` that lets them train.
+
+    Args:
+        strategy: the strategy that is being made.
+        members: the :class:`tfdist.cluster.Cluster`.
+        communication_options: see :class:`MultiWorkerMirroredStrategy`.
+        exchange: what ``compression`` stands for, or None.
+        make_extended: ``make_extended(cluster_resolver=, communication_options=, compression=)``.
+        settings: a dict of more that all workers must have the same.
+    """
+    name = type(strategy).__name__
+    cluster.require_no_ps(members, name)
+    together = members.num_workers > 1 and members.task_type in ("chief", "worker")
+    if together:
+        _require_fresh_context(name)
+        rendezvous(members, payload=_versions())
+        _configure_coordination(members)
+        _keep_freed_memory()
+    extended = make_extended(
+        cluster_resolver=_resolver(members if together else None),
+        communication_options=_without_timeout(communication_options),
+        compression=exchange,
+    )
+    distribute_lib.Strategy.__init__(strategy, extended)
+    extended.board = None
+    if together:
+        labels = [cluster.task_label(*task) for task, _ in cluster.training_tasks(members.jobs)]
+        board = Board(members.rank, labels, _AGREEMENT_TIMEOUT_SECONDS)
+        extended.board = board
+        timeout_seconds = getattr(communication_options, "timeout_seconds", None)
+        extended.watchdog = Watchdog(timeout_seconds or _STEP_TIMEOUT_SECONDS)
+        board.require_same(
+            "strategy",
+            {
+                "number of local devices": len(extended.worker_devices),
                 "compression": None if exchange is None else exchange.name,
-            }
-            board.require_same("strategy", settings)
-            _leave_together(board)
+                **dict(settings),
+            },
+        )
+        _leave_together(board)
 
 
 def _keep_freed_memory():
@@ -182,14 +206,13 @@ def _versions():
     return {"tfdist": __version__, "tensorflow": tf.__version__, "keras": keras.__version__}
 
 
-def _require_fresh_context():
+def _require_fresh_context(name):
     if context.context()._context_handle is not None:
         raise RuntimeError(
-            "MultiWorkerMirroredStrategy must be made before TensorFlow runs its first operation "
+            f"{name} must be made before TensorFlow runs its first operation "
             "(makes a tensor or a variable, lists logical devices, builds a model), because the "
             "connections between workers are set up together with the devices. Move "
-            "`strategy = tfdist.MultiWorkerMirroredStrategy()` to the top of the program, right "
-            "after the imports."
+            f"`strategy = tfdist.{name}()` to the top of the program, right after the imports."
         )
 
 

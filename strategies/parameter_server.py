@@ -167,9 +167,9 @@ class _Extended(parameter_server_strategy_v2.ParameterServerStrategyV2Extended):
         replica = distribute_lib.get_replica_context()
         return tf.nest.pack_sequence_as(value, replica.merge_call(reduce, args=tuple(flat)))
 
-    def exchange_gradients(self, gradients, numbers=None, exchange=None):
+    def exchange_gradients(self, gradients, numbers=None, exchange=None, variables=None):
         """Sums gradients over the replicas of a worker, on its first device."""
-        del numbers, exchange
+        del numbers, exchange, variables
         if self._num_replicas_in_sync == 1:
             return list(gradients)
         return self.sum_replicas(list(gradients))
@@ -295,9 +295,18 @@ class ParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy
     # ------------------------------------------------------------------- for Keras' loops
 
     def training_function(
-        self, step_fn, *, metrics_behind, steps_per_execution, run_eagerly, jit_compile, is_training
+        self,
+        step_fn,
+        *,
+        metrics_behind,
+        steps_per_execution,
+        run_eagerly,
+        jit_compile,
+        is_training,
+        trainer=None,
     ):
         """See :func:`tfdist.strategies._functions.training_function`."""
+        del trainer
         self._refuse(run_eagerly, jit_compile)
         return _scheduled.TrainingFunction(
             self,
@@ -308,8 +317,9 @@ class ParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy
             in_rounds=is_training and self.settings.is_synchronous,
         )
 
-    def predict_function(self, step_fn, *, run_eagerly, jit_compile):
+    def predict_function(self, step_fn, *, run_eagerly, jit_compile, trainer=None):
         """See :func:`tfdist.strategies._functions.predict_function`."""
+        del trainer
         self._refuse(run_eagerly, jit_compile)
         return _scheduled.PredictFunction(self, step_fn)
 
@@ -429,10 +439,10 @@ class ParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy
                 return fn(data)
 
     def next_serial(self, num_steps):
-        """The number of the next step, as an int64 tensor; ``num_steps`` numbers are taken."""
+        """The number of the next step; ``num_steps`` numbers are taken."""
         serial = self._serial
         self._serial += num_steps
-        return tf.constant(serial, tf.int64)
+        return serial
 
     def note_steps(self, worker, num_steps, staleness):
         """Notes finished steps, and the staleness of those that pushed a gradient."""

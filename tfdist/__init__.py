@@ -12,6 +12,7 @@ _HOME = {
     "Async": "tfdist.staleness",
     "DelayCompensation": "tfdist.staleness",
     "MirroredStrategy": "tfdist.strategies",
+    "ModelParallelStrategy": "tfdist.strategies",
     "MultiWorkerMirroredStrategy": "tfdist.strategies",
     "ParameterServerStrategy": "tfdist.strategies",
     "Stale": "tfdist.staleness",
@@ -25,7 +26,10 @@ _MODULES = (
     "collectives",
     "compression",
     "launch",
+    "parallel",
+    "partition",
     "rendezvous",
+    "schedules",
     "staleness",
     "strategies",
 )

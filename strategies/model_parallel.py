@@ -1,0 +1,552 @@
+"""A model split over devices: by layers, by the weights of layers, and copies of all that."""
+
+import contextlib
+import threading
+from typing import NamedTuple
+
+import numpy as np
+import tensorflow as tf
+from tensorflow.python.distribute import device_util, distribute_lib, mirrored_strategy, values
+from tensorflow.python.framework import ops
+
+from tfdist import cluster
+from tfdist.parallel import cut_from
+from tfdist.schedules import SCHEDULES
+from tfdist.strategies import _keras, _stages
+from tfdist.strategies._collective import ReplicaCollective, launcher_for
+from tfdist.strategies._placed import joined
+from tfdist.strategies._plan import make_plan
+from tfdist.strategies._replicated import Replicated, ReplicatedExtended, exchange_for
+from tfdist.strategies._split_variables import SplitVariable, acting_as_shard
+from tfdist.strategies.multi_worker import MultiWorkerExtended, join_workers
+
+_ANY_POSITION = 0
+
+
+class Settings(NamedTuple):
+    """How a model is split, see :class:`ModelParallelStrategy`."""
+
+    stages: int
+    tensor: int
+    micro_batches: int
+    schedule: str
+    recompute: bool
+
+
+class _OnDevices:
+    """What TensorFlow reads from the variable beside which another one is to be made."""
+
+    def __init__(self, devices):
+        self._devices = devices
+
+
+class _Deferred(NamedTuple):
+    """A variable of a model whose plan is not made yet; it waits on the host."""
+
+    variable: tf.Variable
+    role: str | None
+    beside: object  # the weight whose slot it is
+
+
+class _Grouped:
+    """A replica is a group of devices; a variable is at one position of each group."""
+
+    def _set_groups(self, groups):
+        self.groups = [tuple(device_util.canonicalize(d) for d in group) for group in groups]
+        self._making = threading.local()
+        self._deferred = {}
+        self.position_of = {}  # by the id of a variable, of those not at position 0
+        self._kept = []  # the variables whose ids these are
+
+    def devices_of_replica(self):
+        """The devices of the replica in whose context this thread is."""
+        return self.groups[tf.distribute.get_replica_context()._replica_id]
+
+    # ------------------------------------------------------------------------ variables
+
+    def _role_of(self, kwargs):
+        if getattr(self._making, "position", None) is not None:
+            return self._making.role
+        return _keras.variable_role(kwargs)
+
+    def _validate_colocate_with_variable(self, colocate_with_variable):
+        del colocate_with_variable
+
+    def _create_variable(self, next_creator, **kwargs):
+        position = getattr(self._making, "position", None)
+        beside = kwargs.get("colocate_with")
+        if position is not None:
+            return self._at(position, next_creator, kwargs)
+        if isinstance(beside, SplitVariable):
+            return self._beside_split(beside, next_creator, kwargs)
+        is_of_model = beside is None and _keras.is_made_by_a_layer()
+        if (id(beside) in self._deferred or is_of_model) and _is_in_cross_replica_context():
+            return self._defer(next_creator, kwargs, beside)
+        if beside is not None and not isinstance(beside, values.DistributedVariable):
+            kwargs.pop("colocate_with")
+        return super()._create_variable(next_creator, **kwargs)
+
+    def _at(self, position, next_creator, kwargs):
+        kwargs["colocate_with"] = _OnDevices(tuple(group[position] for group in self.groups))
+        variable = super()._create_variable(next_creator, **kwargs)
+        if position:
+            self.position_of[id(variable)] = position
+            self._kept.append(variable)
+        return variable
+
+    def _defer(self, next_creator, kwargs, beside):
+        role = "slot" if beside is not None else _keras.variable_role(kwargs)
+        kwargs.pop("colocate_with", None)
+        with ops.colocate_with(None, ignore_existing=True), ops.device("CPU:0"):
+            variable = next_creator(**kwargs)
+        self._deferred[id(variable)] = _Deferred(variable, role, beside)
+        return variable
+
+    def _beside_split(self, weight, next_creator, kwargs):
+        kwargs.pop("colocate_with")
+        value = kwargs.pop("initial_value")
+        value = tf.convert_to_tensor(value() if callable(value) else value, kwargs.get("dtype"))
+        kwargs.pop("shape", None)
+        if value.shape.as_list() != weight.shape.as_list():
+            position = self.position_of.get(id(weight.shards[0]), 0)
+            return self._at(position, next_creator, {**kwargs, "initial_value": value})
+        shards = []
+        for number, shard in enumerate(weight.shards):
+            part = weight.slice(value, number)
+            position = self.position_of.get(id(shard), 0)
+            shards.append(self._at(position, next_creator, {**kwargs, "initial_value": part}))
+        return SplitVariable(
+            self._container_strategy(), shards, weight.axis, kwargs.get("name") or "slot"
+        )
+
+    @contextlib.contextmanager
+    def _making_at(self, position, role):
+        self._making.position, self._making.role = position, role
+        try:
+            yield
+        finally:
+            self._making.position = None
+
+    def is_deferred(self, variable):
+        """Whether a ``tf.Variable`` waits for a plan."""
+        return id(variable) in self._deferred
+
+    def place(self, variable, position, axis=None):
+        """The variable that takes a deferred one's place.
+
+        Args:
+            variable: the deferred one.
+            position: in the groups of devices; that of the first shard.
+            axis: along which it is split over consecutive positions; None for whole.
+        """
+        role = self._deferred.pop(id(variable)).role
+        if axis is None:
+            return self._placed_copy(variable, variable.read_value(), position, role)
+        number = self._container_strategy().settings.tensor
+        parts = np.split(variable.numpy(), number, axis)
+        shards = [
+            self._placed_copy(variable, part, position + i, role) for i, part in enumerate(parts)
+        ]
+        name = variable.name.split(":")[0]
+        return SplitVariable(self._container_strategy(), shards, axis, name)
+
+    def _placed_copy(self, variable, value, position, role):
+        with self._container_strategy().scope(), self._making_at(position, role):
+            return tf.Variable(
+                value,
+                trainable=variable.trainable,
+                name=variable.name.split(":")[0],
+                dtype=variable.dtype,
+                aggregation=variable.aggregation,
+                synchronization=variable.synchronization,
+            )
+
+    def weight_of_slot(self, variable):
+        """The deferred weight beside which a deferred variable was made, or None."""
+        return self._deferred[id(variable)].beside
+
+    # -------------------------------------------------------------------------- updates
+
+    def _replica_ctx_update(self, var, fn, args=(), kwargs=None, group=True):
+        kwargs = kwargs or {}
+        if not isinstance(var, SplitVariable):
+            return super()._replica_ctx_update(var, fn, args, kwargs, group)
+        results = []
+        for number in range(len(var.shards)):
+            parts = [_part(var, number, value) for value in args]
+            with ops.device(var.local(number).device), acting_as_shard(number):
+                results.append(fn(var, *parts, **kwargs))
+        return results
+
+    # ------------------------------------------------------------------------- gradients
+
+    def exchange_gradients(self, gradients, numbers=None, exchange=None, variables=None):
+        """Sums gradients over the replicas, those of each position among its devices.
+
+        See :meth:`ReplicatedExtended.exchange_gradients`.
+        """
+        _keras.place_sums()
+        if self._num_replicas_in_sync == 1:
+            return gradients
+        if tf.executing_eagerly():
+            return super().exchange_gradients(gradients, numbers, exchange)
+        flat, by_position = [], {}
+        for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
+            variable = getattr(variable, "value", variable) if not callable(
+                getattr(variable, "value", None)
+            ) else variable
+            if isinstance(variable, SplitVariable):
+                pieces = [_part(variable, n, gradient) for n in range(len(variable.shards))]
+                owners = variable.shards
+            else:
+                pieces, owners = [gradient], [variable]
+            for n, (piece, owner) in enumerate(zip(pieces, owners, strict=True)):
+                number = None if numbers is None else numbers[i]
+                if number is not None and isinstance(variable, SplitVariable):
+                    number = exchange.number_of_shard(number, n)
+                position = self.position_of.get(id(owner), _ANY_POSITION)
+                by_position.setdefault(position, []).append(len(flat))
+                flat.append((i, piece, number))
+        sums = [None] * len(flat)
+        for position, places in sorted(by_position.items()):
+            self._exchanging.position = position
+            try:
+                found = super().exchange_gradients(
+                    [flat[p][1] for p in places], [flat[p][2] for p in places], exchange
+                )
+            finally:
+                self._exchanging.position = _ANY_POSITION
+            for place, total in zip(places, found, strict=True):
+                sums[place] = total
+        results = [[] for _ in gradients]
+        for (i, _, _), total in zip(flat, sums, strict=True):
+            results[i].append(total)
+        return [
+            parts[0] if len(parts) == 1 else joined(parts, _axis_of(variables[i]), parts[0].device)
+            for i, parts in enumerate(results)
+        ]
+
+    def _groups(self, which):
+        position = getattr(self._exchanging, "position", _ANY_POSITION)
+        if position == _ANY_POSITION:
+            return super()._groups(which)
+        key = which, position
+        with self._groups_lock:
+            if key not in self._made_groups:
+                self._made_groups[key] = [
+                    self._group_at(position, number, collective)
+                    for number, collective in enumerate(self._make_groups(which))
+                ]
+            return self._made_groups[key]
+
+    def _group_at(self, position, number, collective):
+        like = collective._launcher
+        return ReplicaCollective(
+            launcher_for(
+                # Clear of the groups of position 0, which begin at 1 and at 50,000.
+                self._collective_key_base + 60_000 + 500 * position + like._group_key % 500,
+                like._group_size,
+                self.groups[number][position],
+                like._options,
+            )
+        )
+
+    @property
+    def _exchanging(self):
+        if not hasattr(self, "_exchanging_at"):
+            self._exchanging_at = threading.local()
+        return self._exchanging_at
+
+
+class _LocalExtended(_Grouped, ReplicatedExtended, mirrored_strategy.MirroredExtended):
+    def __init__(self, strategy, groups, compression):
+        self._set_groups(groups)
+        super().__init__(strategy, devices=[group[0] for group in self.groups])
+        self._prepare_collectives(compression)
+
+
+class _MultiWorkerExtended(_Grouped, MultiWorkerExtended):
+    def __init__(self, strategy, cluster_resolver, communication_options, compression, size, count):
+        self._size, self._count = size, count
+        super().__init__(strategy, cluster_resolver, communication_options, compression)
+
+    def _initialize_local_devices(self, cluster_resolver, worker_device):
+        devices, kind = super()._initialize_local_devices(cluster_resolver, worker_device)
+        groups = _groups_of(devices, self._size, self._count)
+        self._set_groups(groups)
+        return tuple(group[0] for group in groups), kind
+
+
+class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
+    """Trains a model that is split over several devices.
+
+    By layers (a pipeline of ``stages``), by the weights of single layers (``tensor``), and in
+    copies of all that (``data``). ``fit``, ``evaluate``, ``predict``, ``save`` and the files are
+    those of the model in one piece; so are the weights that training gives.
+
+    Under several workers each worker splits the model over its own devices, and the copies on all
+    workers exchange their gradients.
+
+    Args:
+        devices: list of device names, by default all GPUs of this process, or its logical CPUs.
+            The first ``stages * tensor`` are the first copy's, and so on.
+        stages: into how many stages the layers are cut.
+        tensor: over how many devices the weights of a layer are split, in every stage.
+        data: how many copies there are, over all workers; by default as many as the devices allow.
+        micro_batches: into how many parts the batch of a copy is cut in training, so that the
+            stages have work at the same time. BatchNormalization sees one micro-batch at a time,
+            and updates its statistics with each.
+        schedule: "1f1b" or "gpipe", see :func:`tfdist.schedules.schedule`. With "1f1b" each
+            micro-batch has its loss at once, so a ``train_step`` of your own and losses that are
+            normalised over the batch need "gpipe".
+        layout: dict from patterns (``re.search``) of paths of variables to the axis along which
+            they are split, or to None for whole. Layers without a pattern are split by default
+            rules: attention by heads, pairs of Dense by columns and rows, Dense by columns,
+            Embedding by vocabulary; where the size does not divide, they stay whole.
+        cut: where the stages end: None or :func:`tfdist.parallel.automatic` for stages of equal
+            work, or a list of names of last layers. See also :func:`tfdist.parallel.stage`.
+        recompute: whether the activations of a stage are computed again in its backward pass
+            instead of being kept (Chen et al. 2016).
+        compression: how gradients travel between the copies, see :mod:`tfdist.compression`.
+
+    Attributes:
+        plan: the :class:`~tfdist.strategies._plan.Plan` of the model that was split last; None
+            before ``fit``, ``evaluate``, ``predict`` or :meth:`split`.
+
+    Raises:
+        ValueError: an argument is wrong, or there are too few devices.
+
+    References: Huang et al. 2019, "GPipe"; Shoeybi et al. 2019, "Megatron-LM"; Narayanan et al.
+    2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
+    """
+
+    _collective_key_base = 0
+
+    def __init__(
+        self,
+        devices=None,
+        *,
+        stages=1,
+        tensor=1,
+        data=None,
+        micro_batches=1,
+        schedule="1f1b",
+        layout=None,
+        cut=None,
+        recompute=False,
+        compression=None,
+    ):
+        for name, value in (("stages", stages), ("tensor", tensor), ("micro_batches", micro_batches)):
+            _require_positive(name, value)
+        if data is not None:
+            _require_positive("data", data)
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule: expected one of {SCHEDULES}, got {schedule!r}.")
+        if layout is not None and not isinstance(layout, dict):
+            raise ValueError(f"layout: expected a dict or None, got {layout!r}.")
+        self.settings = Settings(stages, tensor, micro_batches, schedule, bool(recompute))
+        self._cut, self._layout = cut_from(cut), layout
+        self._plans = {}
+        self.plan = None
+        exchange = exchange_for(compression)
+        self._set_collective_keys()
+        members = cluster.resolve()
+        size = stages * tensor
+        if members.num_workers > 1 and members.task_type in ("chief", "worker"):
+            if devices is not None:
+                raise ValueError(
+                    "devices: under several workers each uses all its devices. Give None, and set "
+                    "CUDA_VISIBLE_DEVICES or logical devices."
+                )
+            if data is not None and data % members.num_workers:
+                raise ValueError(
+                    f"data={data}: {members.num_workers} workers need a multiple of "
+                    f"{members.num_workers} copies."
+                )
+            count = None if data is None else data // members.num_workers
+            join_workers(
+                self,
+                members,
+                None,
+                exchange,
+                lambda **settings: _MultiWorkerExtended(self, size=size, count=count, **settings),
+                {"stages": stages, "tensor": tensor, "micro_batches": micro_batches},
+            )
+            return
+        names = [_named(d) for d in devices] if devices is not None else _local_devices()
+        groups = _groups_of(names, size, data)
+        distribute_lib.Strategy.__init__(self, _LocalExtended(self, groups, exchange))
+        self.extended.board = None
+
+    def split(self, model):
+        """Plans and splits a built model; ``fit``, ``evaluate`` and ``predict`` do so themselves.
+
+        To be called before :meth:`run` in a loop of one's own.
+
+        Returns:
+            The :class:`~tfdist.strategies._plan.Plan`.
+
+        Raises:
+            ValueError: the model is not built, or can't be split as asked.
+        """
+        if not model.built:
+            raise ValueError(
+                f"split: {model.name} is not built, so its layers are not known. Call "
+                "model.build(input_shape), or fit, which does so itself."
+            )
+        return self.prepare(model)
+
+    def prepare(self, model):
+        """The plan of a built model, whose variables are then where it says."""
+        plan = self._plans.get(id(model))
+        if plan is None:
+            plan = make_plan(
+                model,
+                num_stages=self.settings.stages,
+                tensor=self.settings.tensor,
+                how=self._cut,
+                layout=self._layout,
+            )
+            self._plans[id(model)] = plan
+        if tf.distribute.get_replica_context() is None or tf.executing_eagerly():
+            self._place(model, plan)
+        self.plan = plan
+        return plan
+
+    def _place(self, model, plan):
+        extended, tensor = self.extended, self.settings.tensor
+        stage_of = {}
+        for number, units in enumerate(plan.stages):
+            for unit in units:
+                for variable in getattr(unit.operation, "variables", []):
+                    stage_of.setdefault(id(variable), number)
+        moved = {}  # the new value of each weight, by the id of the deferred one
+        waiting = [v for v in model.variables if extended.is_deferred(v.value)]
+        for variable in waiting:
+            old = variable.value
+            position = stage_of.get(id(variable), 0) * tensor
+            new = extended.place(old, position, plan.axes.get(id(variable)))
+            moved[id(old)] = new
+            _keras.replace_value(variable, new)
+        optimizer = getattr(model, "optimizer", None)
+        slots = [] if optimizer is None else _keras.variables_of_optimizer(optimizer)
+        for variable in slots:
+            old = variable.value
+            if not extended.is_deferred(old):
+                continue
+            weight = moved.get(id(extended.weight_of_slot(old)))
+            axis, first = None, weight
+            if isinstance(weight, SplitVariable):
+                first = weight.shards[0]
+                axis = weight.axis if weight.shape == old.shape else None
+            position = extended.position_of.get(id(first), 0)
+            _keras.replace_value(variable, extended.place(old, position, axis))
+        if moved and optimizer is not None:
+            _keras.refresh_optimizer(optimizer)
+
+    def plan_of(self, model):
+        """The plan of a model, or None."""
+        return self._plans.get(id(model))
+
+    def plan_of_graph(self, graph):
+        """The plan of the model whose functional graph this is, or None."""
+        for plan in self._plans.values():
+            if plan.graph is graph:
+                return plan
+        return None
+
+    def training_function(self, step_fn, *, is_training, trainer=None, **settings):
+        """See :func:`tfdist.strategies._functions.training_function`."""
+        if settings.get("jit_compile"):
+            raise ValueError(
+                "compile: jit_compile=True cannot be honoured under ModelParallelStrategy: XLA "
+                "compiles for one device, and a step runs on several. Use jit_compile='auto' or "
+                "False."
+            )
+        if trainer is not None:
+            self.prepare(trainer)
+            is_interleaved = self.settings.micro_batches > 1 and self.settings.schedule == "1f1b"
+            if is_training and is_interleaved:
+                step_fn = _keras.interleaved_step(self, trainer, _stages.one_by_one)
+        return super().training_function(step_fn, is_training=is_training, **settings)
+
+    def predict_function(self, step_fn, *, trainer=None, **settings):
+        """See :func:`tfdist.strategies._functions.predict_function`."""
+        if trainer is not None:
+            self.prepare(trainer)
+        settings["jit_compile"] = False
+        return super().predict_function(step_fn, **settings)
+
+    # What Keras' calls turn into in a replica, see _stages.py.
+
+    def call_layer(self, stock, layer, args, kwargs):
+        """The call of a layer or a model."""
+        plan = self._plans.get(id(layer))
+        if plan is not None and _stages.current_call() is None:
+            return _stages.call_model(self, plan, stock, layer, args, kwargs)
+        return _stages.call_layer(stock, layer, args, kwargs)
+
+    def call_operation(self, stock, operation, args, kwargs):
+        """The computation of a layer, without what Keras does before and after."""
+        return _stages.call_operation(stock, operation, args, kwargs)
+
+    def call_graph(self, graph, inputs, operation_of):
+        """The call of a functional model; None where it is not the split model itself."""
+        call = _stages.current_call()
+        if call is None or call.plan.graph is not graph or call.is_in_stage:
+            return None
+        return _stages.call_graph(graph, inputs, operation_of)
+
+
+def _part(variable, number, value):
+    """A shard's part of a gradient or another argument of an update."""
+    known = getattr(value, "_tfdist_parts", None)
+    if known is not None and len(known.parts) == len(variable.shards) and (
+        known.axis == variable.axis
+    ):
+        return known.parts[number]
+    is_whole = isinstance(value, tf.IndexedSlices) or (
+        tf.is_tensor(value) and value.shape.rank and value.shape == variable.shape
+    )
+    return variable.slice(value, number) if is_whole else value
+
+
+def _axis_of(variable):
+    value = variable if isinstance(variable, SplitVariable) else variable.value
+    return value.axis
+
+
+def _is_in_cross_replica_context():
+    return tf.distribute.in_cross_replica_context()
+
+
+def _require_positive(name, value):
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}.")
+
+
+def _named(device):
+    return device if device.startswith("/") else f"/device:{device}"
+
+
+def _local_devices():
+    kind = "GPU" if tf.config.list_logical_devices("GPU") else "CPU"
+    return [device.name for device in tf.config.list_logical_devices(kind)]
+
+
+def _groups_of(devices, size, count):
+    """``count`` groups of ``size`` devices (as many as there are, if None)."""
+    available = len(devices) // size
+    if available < (count or 1):
+        needed = size * (count or 1)
+        kinds = "logical CPUs (tf.config.set_logical_device_configuration makes more)"
+        raise ValueError(
+            f"stages * tensor{' * data' if count else ''} needs {needed} devices, found "
+            f"{len(devices)}: {list(devices)}. Use a smaller split, or more GPUs or {kinds}."
+        )
+    known = [d.name for d in tf.config.list_logical_devices()]
+    canonical = {device_util.canonicalize(name) for name in known}
+    unknown = [d for d in devices if device_util.canonicalize(d) not in canonical]
+    if unknown:
+        raise ValueError(f"devices: there is no {unknown[0]}. There are {known}.")
+    return [tuple(devices[i * size : (i + 1) * size]) for i in range(count or available)]
