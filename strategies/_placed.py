@@ -9,6 +9,7 @@ import contextlib
 import keras
 import tensorflow as tf
 from tensorflow.python.eager import record
+from tensorflow.python.eager import tape as tape_lib
 from tensorflow.python.framework import ops
 
 
@@ -77,7 +78,7 @@ class _Kept:
     def forward(self, entries, sources):
         self._sources = [*entries, *sources]
         with tf.GradientTape(persistent=True) as self._tape:
-            self._tape.watch([entry for entry in entries if _is_float(entry)])
+            self._tape.watch(_watched(self._sources))
             return self._function(*entries)
 
     def backward(self, outputs, gradients):
@@ -93,6 +94,12 @@ class _Recomputed:
 
     def forward(self, entries, sources):
         self._entries, self._sources = entries, sources
+        for source in sources:
+            if not isinstance(source, tf.Tensor):  # so that tapes outside know it
+                variable = getattr(source, "value", source)
+                variable = source if callable(variable) else variable
+                local = variable._get() if hasattr(variable, "_get") else variable
+                tape_lib.variable_accessed(local)
         self._state = [(v, tf.identity(v.value)) for v in self._variables]
         with record.stop_recording():
             result, scope = self._call(entries)
@@ -116,10 +123,15 @@ class _Recomputed:
             # A copy of its own, or TensorFlow would take both computations for one.
             entries = [_copy(entry) for entry in self._entries]
         with tf.GradientTape() as tape:
-            tape.watch([entry for entry in entries if _is_float(entry)])
+            tape.watch(_watched([*entries, *self._sources]))
             result, _ = self._call(entries)
         again, _ = _recordable(tf.nest.flatten(result, expand_composites=True))
         return tape.gradient(again, [*entries, *self._sources], output_gradients=gradients)
+
+
+def _watched(sources):
+    """Those that a tape must be told of: it sees variables when they are read."""
+    return [s for s in sources if isinstance(s, tf.Tensor) and _is_float(s)]
 
 
 def _is_float(tensor):

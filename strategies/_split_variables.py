@@ -138,6 +138,9 @@ class SplitVariable(ps_values.CachingVariable):
         value = self.read_value()
         return value if dtype is None or dtype == value.dtype else NotImplemented
 
+    def __tf_tensor__(self, dtype=None, name=None):
+        return self._dense_var_to_tensor(dtype, name)
+
     def numpy(self):
         if not context.executing_eagerly():
             raise NotImplementedError("numpy() is only available when executing eagerly.")
