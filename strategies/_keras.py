@@ -24,6 +24,7 @@ from keras.src import tree
 from keras.src.backend.common import global_state, stateless_scope
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.common.symbolic_scope import SymbolicScope
+from keras.src.backend.tensorflow import nn as tf_nn
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
@@ -47,6 +48,7 @@ from tfdist.strategies._exchange import GradientExchange
 from tfdist.strategies._saving import exchanges_in, write_once
 from tfdist.strategies._server_variables import ServerVariable
 from tfdist.strategies._split_variables import SplitVariable
+from tfdist.strategies._tensor import split_cross_entropy
 from tfdist.strategies._step import MetricState, current_step, zero_without_rows
 from tfdist.strategies._worker_step import WorkerStep
 
@@ -657,6 +659,23 @@ def _run_in_place(stock):
         return stock(self, inputs, operation_fn=operation_fn, **kwargs)
 
     return _run_through_graph
+
+
+@_replaces(
+    tf_nn, "sparse_categorical_crossentropy", ["target", "output", "from_logits", "axis"]
+)
+def _cross_entropy_of_parts(stock):
+    def sparse_categorical_crossentropy(target, output, from_logits=False, axis=-1):
+        known = getattr(output, "_tfdist_parts", None)
+        is_last = known is not None and axis in (-1, output.shape.rank - 1)
+        if not from_logits or not is_last or known.axis not in (-1, output.shape.rank - 1):
+            return stock(target, output, from_logits=from_logits, axis=axis)
+        target = tf.convert_to_tensor(target)
+        if target.shape.rank == output.shape.rank and target.shape[-1] == 1:
+            target = tf.squeeze(target, -1)
+        return split_cross_entropy(target, known.parts, [part.device for part in known.parts])
+
+    return sparse_categorical_crossentropy
 
 
 @_replaces(keras.Layer, "__init__", ["self"])

@@ -51,14 +51,9 @@ def placed(function, tensors, sources, device, *, after=(), on_backward=None, re
     inputs = [tensors[i] for i in floats] + [outer for _, outer in sources]
 
     def backward(*gradients):
-        gradients = [None if g is None else g for g in gradients]
         with ops.device(device):
             found = run.backward(originals, gradients)
             found = [found[i] for i in floats] + found[len(tensors) :]
-            found = [
-                tf.convert_to_tensor(g) if isinstance(g, tf.IndexedSlices) and _is_part(t) else g
-                for g, t in zip(found, inputs, strict=True)
-            ]
             if on_backward is not None:
                 on_backward([g for g in found if g is not None])
         return found
@@ -138,10 +133,6 @@ def _is_float(tensor):
     return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
-def _is_part(tensor):
-    return tensor.dtype != tf.resource
-
-
 def _copy(tensor):
     copied = tf.identity(tensor)
     _keep_mask(tensor, copied)
@@ -167,11 +158,36 @@ class Parts:
 
 
 def joined(parts, axis, device=None):
-    """The whole of some parts, which :func:`parts_of` finds again."""
+    """The whole of some parts, which :func:`parts_of` finds again.
+
+    Parts that are ``tf.IndexedSlices`` (gradients of a table) have shapes, and so has the whole.
+    """
     with ops.device(device) if device else contextlib.nullcontext():
-        whole = tf.concat(parts, axis)
+        if isinstance(parts[0], tf.IndexedSlices):
+            whole = _joined_slices(parts, axis)
+        else:
+            whole = tf.concat(parts, axis)
     whole._tfdist_parts = Parts(parts, axis)
     return whole
+
+
+def _joined_slices(parts, axis):
+    shapes = [tf.get_static_value(part.dense_shape) for part in parts]
+    shape = list(shapes[0])
+    shape[axis] = sum(each[axis] for each in shapes)
+    shape = tf.constant(shape, parts[0].dense_shape.dtype)
+    if axis == 0:
+        starts = [sum(each[0] for each in shapes[:i]) for i in range(len(parts))]
+        indices = [
+            part.indices + tf.cast(start, part.indices.dtype)
+            for part, start in zip(parts, starts, strict=True)
+        ]
+        return tf.IndexedSlices(
+            tf.concat([part.values for part in parts], 0), tf.concat(indices, 0), shape
+        )
+    return tf.IndexedSlices(
+        tf.concat([part.values for part in parts], axis), parts[0].indices, shape
+    )
 
 
 def parts_of(tensor, number, axis=None):

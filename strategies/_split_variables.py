@@ -128,6 +128,14 @@ class SplitVariable(ps_values.CachingVariable):
                     found.append(tf.identity(shard.read_value()))
 
         def backward(*gradients):
+            gradients = [
+                tf.IndexedSlices(g.values, g.indices, tf.constant(s.shape.as_list(), tf.int64))
+                if isinstance(g, tf.IndexedSlices)
+                else g
+                for g, s in zip(gradients, self.shards, strict=True)
+            ]
+            if len({type(g) for g in gradients}) > 1:
+                gradients = [tf.convert_to_tensor(g) for g in gradients]
             return [joined(gradients, self.axis, gradients[0].device)]
 
         record.record_operation("TfdistShards", found, [self.local(0).handle], backward)
@@ -155,7 +163,7 @@ class SplitVariable(ps_values.CachingVariable):
     def slice(self, value, number):
         """The part of a whole value (or a scalar) that belongs to a shard."""
         if isinstance(value, tf.IndexedSlices):
-            value = tf.convert_to_tensor(value)
+            return self._slice_rows(value, number)
         value = tf.convert_to_tensor(value, self.dtype)
         if value.shape.rank == 0:
             return value
@@ -163,6 +171,40 @@ class SplitVariable(ps_values.CachingVariable):
         start = [0] * value.shape.rank
         start[self.axis] = number * size
         return tf.slice(value, start, self.shards[number].shape)
+
+    def _slice_rows(self, slices, number):
+        shard = self.shards[number]
+        shape = tf.constant(shard.shape.as_list(), tf.int64)
+        size = shard.shape[self.axis]
+        if self.axis:
+            start = [0] * slices.values.shape.rank
+            start[self.axis] = number * size
+            length = [-1] * len(start)
+            length[self.axis] = size
+            values_here = tf.slice(slices.values, start, length)
+            return tf.IndexedSlices(values_here, slices.indices, shape)
+        local = slices.indices - tf.cast(number * size, slices.indices.dtype)
+        is_here = tf.logical_and(local >= 0, local < size)
+        places = tf.reshape(tf.where(is_here), [-1])
+        return tf.IndexedSlices(
+            tf.gather(slices.values, places), tf.gather(local, places), shape
+        )
+
+    def scatter_add(self, sparse_delta, use_locking=False, name=None):
+        return self._scatter("scatter_add", sparse_delta)
+
+    def scatter_sub(self, sparse_delta, use_locking=False, name=None):
+        return self._scatter("scatter_sub", sparse_delta)
+
+    def scatter_update(self, sparse_delta, use_locking=False, name=None):
+        return self._scatter("scatter_update", sparse_delta)
+
+    def _scatter(self, method, slices):
+        if (alone := self._alone()) is not None:
+            return getattr(alone, method)(slices)
+        for number, shard in enumerate(self.shards):
+            getattr(shard, method)(self._slice_rows(slices, number))
+        return None
 
     def _write(self, method, value):
         if (alone := self._alone()) is not None:

@@ -290,16 +290,16 @@ def _added(total, gradient):
     """The sum of gradients, in parts where both are."""
     if total is None or gradient is None:
         return gradient if total is None else total
+    known = [getattr(g, "_tfdist_parts", None) for g in (total, gradient)]
+    if all(known):
+        sums = [_added(a, b) for a, b in zip(known[0].parts, known[1].parts, strict=True)]
+        return joined(sums, known[0].axis, sums[0].device)
     if isinstance(total, tf.IndexedSlices) and isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(
             tf.concat([total.values, gradient.values], 0),
             tf.concat([total.indices, gradient.indices], 0),
             total.dense_shape,
         )
-    known = [getattr(g, "_tfdist_parts", None) for g in (total, gradient)]
-    if all(known):
-        sums = [_plus(a, b) for a, b in zip(known[0].parts, known[1].parts, strict=True)]
-        return joined(sums, known[0].axis, sums[0].device)
     return _plus(total, gradient)
 
 
