@@ -44,11 +44,11 @@ from tensorflow.python.trackable import data_structures
 from tfdist.compression import all_reduce, everywhere
 from tfdist.parallel import current_stage
 from tfdist.strategies._agreement import digest
+from tfdist.strategies._cross_entropy import split_cross_entropy
 from tfdist.strategies._exchange import GradientExchange
 from tfdist.strategies._saving import exchanges_in, write_once
 from tfdist.strategies._server_variables import ServerVariable
 from tfdist.strategies._split_variables import SplitVariable
-from tfdist.strategies._tensor import split_cross_entropy
 from tfdist.strategies._step import MetricState, current_step, zero_without_rows
 from tfdist.strategies._worker_step import WorkerStep
 
@@ -582,6 +582,8 @@ class _SaveableExchange(GradientExchange, KerasSaveable):
 def _build_with_exchange(stock):
     def build(self, variables):
         stock(self, variables)
+        if hasattr(self._distribution_strategy, "note_optimizer"):
+            self._distribution_strategy.note_optimizer(self)
         values = [getattr(variable, "value", variable) for variable in variables]
         _set_exchange(self, variables)
         sharded = [v for v in values if getattr(v, "is_sharded", False)]
@@ -602,6 +604,13 @@ def _set_exchange(optimizer, variables):
     wraps_another = isinstance(optimizer, loss_scale_optimizer.LossScaleOptimizer)
     if strategy is None or wraps_another or not hasattr(strategy.extended, "exchange_groups"):
         return
+    split = [v for v in values if isinstance(v, SplitVariable)]
+    if split and type(optimizer).__name__ in _NOT_ELEMENTWISE:
+        raise ValueError(
+            f"{type(optimizer).__name__} looks at a variable as a whole, which {split[0].name} is "
+            "not: tensor= splits it over several devices. Use an optimizer that treats every "
+            "element by itself (SGD, Adam, AdamW, ...), or stages= instead of tensor=."
+        )
     specs = [tf.TensorSpec(v.shape, v.dtype, name=v.path) for v in variables]
     shards, first_shard = [], {}
     for number, (variable, value) in enumerate(zip(variables, values, strict=True)):
@@ -678,14 +687,15 @@ def _cross_entropy_of_parts(stock):
     return sparse_categorical_crossentropy
 
 
-@_replaces(keras.Layer, "__init__", ["self"])
+@_replaces(keras.Layer, "__new__", ["cls"])
 def _note_stage(stock):
-    def __init__(self, *args, **kwargs):
-        stock(self, *args, **kwargs)
+    def __new__(cls, *args, **kwargs):
+        layer = stock(cls, *args, **kwargs)
         if current_stage() is not None:
-            self._tfdist_stage = current_stage()
+            object.__setattr__(layer, "_tfdist_stage", current_stage())
+        return layer
 
-    return __init__
+    return __new__
 
 
 def stage_of_layer(layer):
@@ -721,6 +731,23 @@ def compute(node, tensors, operation_of):
         tensors[id(symbol)] = value
 
 
+def attention_layers(layer):
+    """The layers of a MultiHeadAttention that make query, key, value and output."""
+    return layer._query_dense, layer._key_dense, layer._value_dense, layer._output_dense
+
+
+def layers_of(model):
+    """All layers in a model or layer, at any depth; without itself and metrics."""
+    found = model._flatten_layers(include_self=False)
+    return [layer for layer in found if not isinstance(layer, keras.metrics.Metric)]
+
+
+def top_layers_of(model):
+    """The layers that a model has itself."""
+    found = model._flatten_layers(include_self=False, recursive=False)
+    return [layer for layer in found if not isinstance(layer, keras.metrics.Metric)]
+
+
 def own_losses(model):
     """What the layers of a model have added by ``add_loss`` in its last call."""
     losses = model._get_own_losses()
@@ -733,6 +760,11 @@ def set_losses(model, losses):
     """Puts losses in place of those that :func:`own_losses` finds."""
     model._clear_losses()
     model._losses.extend(losses)
+
+
+def tf_variable(variable):
+    """The ``tf.Variable`` (or the like) behind a Keras variable, whatever it is cast to now."""
+    return variable._value
 
 
 def replace_value(variable, value):

@@ -97,11 +97,11 @@ class Plan:
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in [head, *rows]]
         if self.tensor > 1:
-            named = {id(layer): layer.path for layer in _layers(self.model)}
+            named = {id(layer): layer.path for layer in _keras.layers_of(self.model)}
             split = [f"{named[key]}: {kind}" for key, kind in self.splits.items()]
             whole = [
                 layer.path
-                for layer in _layers(self.model)
+                for layer in _keras.layers_of(self.model)
                 if id(layer) not in self.splits and layer._trainable_variables
             ]
             lines.append(f"split over {self.tensor} devices: {', '.join(split) or 'nothing'}")
@@ -220,11 +220,7 @@ def _units_of_graph(graph):
 
 
 def _units_of_layers(model):
-    units = []
-    for layer in model._flatten_layers(include_self=False, recursive=False):
-        if not isinstance(layer, keras.metrics.Metric):
-            units.append(_unit(layer, None, [], True))
-    return units
+    return [_unit(layer, None, [], True) for layer in _keras.top_layers_of(model)]
 
 
 def _unit(operation, node, outputs, is_first):
@@ -250,29 +246,21 @@ def _unit(operation, node, outputs, is_first):
 def _with_sublayers(operation):
     if not isinstance(operation, keras.Layer):
         return []
-    return list(operation._flatten_layers())
+    return [operation, *_keras.layers_of(operation)]
 
 
 # --------------------------------------------------------------------------- splitting of layers
-
-
-def _layers(model):
-    return [
-        layer
-        for layer in model._flatten_layers(include_self=False)
-        if not isinstance(layer, keras.metrics.Metric)
-    ]
 
 
 def _splits(model, tensor, layout):
     """How each layer is split: a dict from its id to the kind."""
     splits, used, inside = {}, set(), set()
     before = None  # the last Dense that was split by columns
-    for layer in _layers(model):
+    for layer in _keras.layers_of(model):
         if id(layer) in inside:
             continue
         if isinstance(layer, keras.layers.MultiHeadAttention):
-            inside.update(id(sub) for sub in layer._flatten_layers(include_self=False))
+            inside.update(id(sub) for sub in _keras.layers_of(layer))
         main = _main_variable(layer)
         if main is None:
             continue
@@ -291,7 +279,7 @@ def _splits(model, tensor, layout):
     if unused:
         raise ValueError(
             f"layout: {sorted(unused)} match no variable that can be split. Such variables are: "
-            f"{[_main_variable(layer).path for layer in _layers(model) if _main_variable(layer)]}."
+            f"{[_main_variable(layer).path for layer in _keras.layers_of(model) if _main_variable(layer)]}."
         )
     return splits
 
@@ -303,7 +291,7 @@ def _main_variable(layer):
     if getattr(layer, "quantization_mode", None):
         return None
     if type(layer) is keras.layers.MultiHeadAttention:
-        return layer._query_dense.kernel
+        return _keras.attention_layers(layer)[0].kernel
     if type(layer) is keras.layers.Embedding:
         return layer.embeddings
     if type(layer) is keras.layers.Dense:
@@ -378,14 +366,15 @@ def _asked_kind(layer, main, asked, tensor):
 def _axes(model, splits):
     """The axis along which each split variable is cut: a dict from the id of a Keras variable."""
     axes = {}
-    for layer in _layers(model):
+    for layer in _keras.layers_of(model):
         kind = splits.get(id(layer))
         if kind == HEADS:
-            for dense in (layer._query_dense, layer._key_dense, layer._value_dense):
+            *inputs, output = _keras.attention_layers(layer)
+            for dense in inputs:
                 axes[id(dense.kernel)] = 1
                 if dense.bias is not None:
                     axes[id(dense.bias)] = 0
-            axes[id(layer._output_dense.kernel)] = 0
+            axes[id(output.kernel)] = 0
         elif kind in (VOCABULARY, WIDTH):
             axes[id(layer.embeddings)] = 0 if kind == VOCABULARY else 1
         elif kind == ROW:

@@ -101,7 +101,8 @@ class SplitVariable(ps_values.CachingVariable):
     def read_value(self):
         if (alone := self._alone()) is not None:
             return alone.read_value()
-        if context.executing_eagerly() and not record.could_possibly_record():
+        is_in_replica = tf.distribute.get_replica_context() is not None
+        if not is_in_replica or not record.could_possibly_record():
             return tf.concat([shard.read_value() for shard in self.shards], self.axis)
         if self._v.trainable:
             tape.variable_accessed(self.local(0))

@@ -51,10 +51,10 @@ class Call:
         others = {id(v): v for layer in layers for v in layer.non_trainable_variables}
         trainable = {id(v): v for layer in layers for v in layer.trainable_variables}
         sources = []
-        for variable in trainable.values():
+        for variable in map(_keras.tf_variable, trainable.values()):
             sources.append((variable, variable.handle))
-            if isinstance(variable.value, SplitVariable):
-                sources += [(token, token) for token in self.tokens_of(variable.value)]
+            if isinstance(variable, SplitVariable):
+                sources += [(token, token) for token in self.tokens_of(variable)]
         after, on_backward = (), None
         if self.order is not None:
             after = self.order.before_forward(stage, self.micro_batch)

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
+from tfdist.strategies import _keras
 from tfdist.strategies._placed import joined, parts_of, placed
 from tfdist.strategies._split_variables import SplitVariable, acting_as_shard
 
@@ -37,7 +38,7 @@ def call_split(split, stock, layer, args, kwargs, devices, tokens_of):
     if split in (COLUMN, WIDTH):
         return joined(run([(args, kwargs)] * number), -1, devices[0])
     if split == HEADS:
-        return _sum(run([(args, kwargs)] * number, once=_bias_of(layer._output_dense)), devices[0])
+        return _sum(run([(args, kwargs)] * number, once=_bias_of(_keras.attention_layers(layer)[-1])), devices[0])
     inputs, *others = args
     if split == ROW:
         parts = parts_of(inputs, number, -1)
@@ -69,6 +70,7 @@ def _on_each(stock, layer, devices, tokens_of, calls, once=(), finish=None):
     """
     results = []
     variables = layer.trainable_variables
+    values = [_keras.tf_variable(variable) for variable in variables]
     for i, (device, call) in enumerate(zip(devices, calls, strict=True)):
         flat = tf.nest.flatten(call)
         places = [p for p, value in enumerate(flat) if tf.is_tensor(value)]
@@ -83,11 +85,9 @@ def _on_each(stock, layer, devices, tokens_of, calls, once=(), finish=None):
                 return result if finish is None else finish(i, result)
 
         sources = [
-            (v.value.shards[i], tokens_of(v.value)[i])
-            if isinstance(v.value, SplitVariable)
-            else (v, v.handle)
-            for v in variables
-            if i == 0 or all(v is not other for other in once)
+            (v.shards[i], tokens_of(v)[i]) if isinstance(v, SplitVariable) else (v, v.handle)
+            for v, variable in zip(values, variables, strict=True)
+            if i == 0 or all(variable is not other for other in once)
         ]
         results.append(placed(function, [flat[p] for p in places], sources, device))
     return results
@@ -115,45 +115,3 @@ def _bias_of(layer):
 def _sum(parts, device):
     with ops.device(device):
         return tf.add_n(parts)
-
-
-def split_cross_entropy(target, parts, devices):
-    """Sparse softmax cross-entropy from logits of which each device has some classes.
-
-    Only numbers for each row travel between the devices, no logits.
-
-    Args:
-        target: int, [...].
-        parts: list of float tensors [..., classes / number].
-        devices: list of device strings.
-
-    Returns:
-        Float [...], on the first device.
-    """
-    target = tf.cast(target, tf.int32)
-    size = parts[0].shape[-1]
-
-    def largest(logits):
-        return tf.stop_gradient(tf.reduce_max(logits, -1))
-
-    highest = [
-        placed(largest, [logits], [], device)
-        for logits, device in zip(parts, devices, strict=True)
-    ]
-    with ops.device(devices[0]):
-        shift = tf.stop_gradient(functools.reduce(tf.maximum, highest))
-
-    def sums(logits, shift, target, i):
-        local = target - i * size
-        is_here = tf.logical_and(local >= 0, local < size)
-        chosen = tf.gather(logits, tf.where(is_here, local, 0), batch_dims=len(local.shape))
-        chosen = tf.where(is_here, chosen, tf.zeros([], logits.dtype))
-        return tf.reduce_sum(tf.exp(logits - shift[..., None]), -1), chosen
-
-    found = [
-        placed(functools.partial(sums, i=i), [logits, shift, target], [], device)
-        for i, (logits, device) in enumerate(zip(parts, devices, strict=True))
-    ]
-    with ops.device(devices[0]):
-        exponentials, chosen = (tf.add_n(list(same)) for same in zip(*found, strict=True))
-        return tf.math.log(exponentials) + shift - chosen

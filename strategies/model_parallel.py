@@ -2,8 +2,10 @@
 
 import contextlib
 import threading
+import weakref
 from typing import NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute import device_util, distribute_lib, mirrored_strategy, values
@@ -178,6 +180,15 @@ class _Grouped:
                 results.append(fn(var, *parts, **kwargs))
         return results
 
+    def _update(self, var, fn, args, kwargs, group):
+        if not isinstance(var, SplitVariable):
+            args = [value.value if isinstance(value, keras.Variable) else value for value in args]
+            return super()._update(var, fn, args, kwargs, group)
+        for number, shard in enumerate(var.shards):
+            parts = [_part(var, number, value) for value in args]
+            super()._update(shard, fn, parts, kwargs, group)
+        return None
+
     # ------------------------------------------------------------------------- gradients
 
     def exchange_gradients(self, gradients, numbers=None, exchange=None, variables=None):
@@ -346,7 +357,7 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
             raise ValueError(f"layout: expected a dict or None, got {layout!r}.")
         self.settings = Settings(stages, tensor, micro_batches, schedule, bool(recompute))
         self._cut, self._layout = cut_from(cut), layout
-        self._plans = {}
+        self._plans, self._optimizers = {}, []
         self.plan = None
         exchange = exchange_for(compression)
         self._set_collective_keys()
@@ -421,28 +432,37 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
                 for variable in getattr(unit.operation, "variables", []):
                     stage_of.setdefault(id(variable), number)
         moved = {}  # the new value of each weight, by the id of the deferred one
-        waiting = [v for v in model.variables if extended.is_deferred(v.value)]
+        waiting = [v for v in model.variables if extended.is_deferred(_keras.tf_variable(v))]
         for variable in waiting:
-            old = variable.value
+            old = _keras.tf_variable(variable)
             position = stage_of.get(id(variable), 0) * tensor
             new = extended.place(old, position, plan.axes.get(id(variable)))
             moved[id(old)] = new
             _keras.replace_value(variable, new)
-        optimizer = getattr(model, "optimizer", None)
-        slots = [] if optimizer is None else _keras.variables_of_optimizer(optimizer)
+        if not moved:
+            return
+        optimizers = [o for o in (reference() for reference in self._optimizers) if o is not None]
+        slots = [v for each in optimizers for v in _keras.variables_of_optimizer(each)]
         for variable in slots:
             old = variable.value
             if not extended.is_deferred(old):
                 continue
             weight = moved.get(id(extended.weight_of_slot(old)))
+            if weight is None:
+                continue  # of a model that is not split yet
             axis, first = None, weight
             if isinstance(weight, SplitVariable):
                 first = weight.shards[0]
                 axis = weight.axis if weight.shape == old.shape else None
             position = extended.position_of.get(id(first), 0)
             _keras.replace_value(variable, extended.place(old, position, axis))
-        if moved and optimizer is not None:
+        for optimizer in optimizers:
             _keras.refresh_optimizer(optimizer)
+
+    def note_optimizer(self, optimizer):
+        """Notes an optimizer whose variables are to be placed with those that it updates."""
+        if all(reference() is not optimizer for reference in self._optimizers):
+            self._optimizers.append(weakref.ref(optimizer))
 
     def plan_of(self, model):
         """The plan of a model, or None."""
@@ -500,6 +520,9 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
 
 def _part(variable, number, value):
     """A shard's part of a gradient or another argument of an update."""
+    value = _keras.tf_variable(value) if isinstance(value, keras.Variable) else value
+    if isinstance(value, SplitVariable):
+        return value.shards[number]
     known = getattr(value, "_tfdist_parts", None)
     if known is not None and len(known.parts) == len(variable.shards) and (
         known.axis == variable.axis

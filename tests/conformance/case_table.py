@@ -118,6 +118,9 @@ def by_name(prefix, values):
 def copies(variable):
     """The value of a Keras variable on every replica of this worker."""
     value = getattr(variable, "_value", variable)
+    if hasattr(value, "shards") and hasattr(value, "axis"):  # split over several devices
+        pieces = zip(*(shard.values for shard in value.shards), strict=True)
+        return [np.concatenate([np.array(p) for p in each], value.axis) for each in pieces]
     return [np.array(v) for v in getattr(value, "values", [variable])]
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import gc
 import importlib
 import importlib.util
+import json
 import os
 import sys
 import time
@@ -50,11 +51,11 @@ class Env:
                 time.sleep(0.01)
 
 
-def make_strategy(module, workers, devices, servers=None):
+def make_strategy(module, workers, devices, servers=None, split=None):
     """The strategy under test, from ``tfdist`` or, to test the tests, from ``tf.distribute``.
 
     ``servers``: keyword arguments of a ``ParameterServerStrategy``, whose call returns only on the
-    chief.
+    chief. ``split``: those of a ``ModelParallelStrategy``.
     """
     if devices > 1:
         cpu = tf.config.list_physical_devices("CPU")[0]
@@ -66,6 +67,8 @@ def make_strategy(module, workers, devices, servers=None):
     strategies = tf.distribute if module == "tf.distribute" else importlib.import_module(module)
     if servers is not None:
         return strategies.ParameterServerStrategy(**servers)
+    if split is not None:
+        return strategies.ModelParallelStrategy(**split)
     if workers == 1:
         return strategies.MirroredStrategy([f"CPU:{i}" for i in range(devices)])
     return strategies.MultiWorkerMirroredStrategy()
@@ -116,6 +119,7 @@ def main():
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--strategies", default="tfdist")
     parser.add_argument("--servers", action="store_true")
+    parser.add_argument("--split", type=json.loads, help="how a model is split")
     parser.add_argument("--consistency", default="Sync")
     parser.add_argument("--compressed", action="store_true")
     parser.add_argument("--shards", action="store_true")
@@ -125,9 +129,9 @@ def main():
     args = parser.parse_args()
 
     servers = server_arguments(args) if args.servers else None
-    strategy = make_strategy(args.strategies, args.workers, args.devices, servers)
+    strategy = make_strategy(args.strategies, args.workers, args.devices, servers, args.split)
     table = load_table(args.table)
-    is_mirrored = strategy is not None and servers is None
+    is_mirrored = strategy is not None and servers is None and args.split is None
     if is_mirrored and strategy.num_replicas_in_sync != args.devices * args.workers:
         raise RuntimeError(
             f"expected {args.devices * args.workers} replicas, got {strategy.num_replicas_in_sync}"
