@@ -24,6 +24,7 @@ from keras.src import tree
 from keras.src.backend.common import global_state, stateless_scope
 from keras.src.backend.common import variables as keras_variables
 from keras.src.backend.common.symbolic_scope import SymbolicScope
+from keras.src.backend.tensorflow import core as tf_core
 from keras.src.backend.tensorflow import nn as tf_nn
 from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
@@ -168,8 +169,29 @@ def variable_role(kwargs):
 
 
 def is_made_by_a_layer():
-    """Whether the variable that is being made is one of a layer."""
-    return isinstance(_maker(), keras.Layer)
+    """Whether the variable that is being made is one of a layer (or, of those of models that are
+    built late, the state of a metric)."""
+    maker = _maker()
+    return isinstance(maker, keras.Layer) or (maker is None and _late.is_making)
+
+
+class _Late(threading.local):
+    is_making = False  # a variable that was asked for while the model was built symbolically
+
+
+_late = _Late()
+
+
+@_replaces(tf_core.Variable, "_deferred_initialize", ["self"])
+def _note_late(stock):
+    def _deferred_initialize(self):
+        _late.is_making = True
+        try:
+            stock(self)
+        finally:
+            _late.is_making = False
+
+    return _deferred_initialize
 
 
 def is_step_state():
@@ -776,6 +798,11 @@ def variables_of_optimizer(optimizer):
     """All variables of an optimizer, and of the one that it wraps."""
     inner = getattr(optimizer, "inner_optimizer", None)
     return list(optimizer.variables) + ([] if inner is None else list(inner.variables))
+
+
+def updated_variables(optimizer):
+    """The variables that an optimizer, if it is built, updates."""
+    return getattr(optimizer, "_trainable_variables", None) or []
 
 
 def refresh_optimizer(optimizer):

@@ -156,7 +156,7 @@ class SplitVariable(ps_values.CachingVariable):
         return np.concatenate([shard.numpy() for shard in self.shards], self.axis)
 
     def __array__(self, dtype=None, copy=None):
-        del copy
+        del copy  # always made anew
         return np.asarray(self.numpy(), dtype=dtype)
 
     # -------------------------------------------------------------------------- writing

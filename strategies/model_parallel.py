@@ -81,8 +81,10 @@ class _Grouped:
             return self._at(position, next_creator, kwargs)
         if isinstance(beside, SplitVariable):
             return self._beside_split(beside, next_creator, kwargs)
-        is_of_model = beside is None and _keras.is_made_by_a_layer()
-        if (id(beside) in self._deferred or is_of_model) and _is_in_cross_replica_context():
+        is_summed = kwargs.get("aggregation") == tf.VariableAggregation.SUM
+        is_of_model = beside is None and not is_summed and _keras.is_made_by_a_layer()
+        is_in_replica = tf.distribute.get_replica_context() is not None
+        if (id(beside) in self._deferred or is_of_model) and not is_in_replica:
             return self._defer(next_creator, kwargs, beside)
         if beside is not None and not isinstance(beside, values.DistributedVariable):
             kwargs.pop("colocate_with")
@@ -203,9 +205,8 @@ class _Grouped:
             return super().exchange_gradients(gradients, numbers, exchange)
         flat, by_position = [], {}
         for i, (gradient, variable) in enumerate(zip(gradients, variables, strict=True)):
-            variable = getattr(variable, "value", variable) if not callable(
-                getattr(variable, "value", None)
-            ) else variable
+            if isinstance(variable, keras.Variable):
+                variable = _keras.tf_variable(variable)
             if isinstance(variable, SplitVariable):
                 pieces = [_part(variable, n, gradient) for n in range(len(variable.shards))]
                 owners = variable.shards
@@ -228,7 +229,7 @@ class _Grouped:
             finally:
                 self._exchanging.position = _ANY_POSITION
             for place, total in zip(places, found, strict=True):
-                sums[place] = total
+                sums[place] = _shaped_like(flat[place][1], total)
         results = [[] for _ in gradients]
         for (i, _, _), total in zip(flat, sums, strict=True):
             results[i].append(total)
@@ -456,8 +457,10 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
                 axis = weight.axis if weight.shape == old.shape else None
             position = extended.position_of.get(id(first), 0)
             _keras.replace_value(variable, extended.place(old, position, axis))
+        ids = {id(variable) for variable in waiting}
         for optimizer in optimizers:
-            _keras.refresh_optimizer(optimizer)
+            if any(id(v) in ids for v in _keras.updated_variables(optimizer)):
+                _keras.refresh_optimizer(optimizer)
 
     def note_optimizer(self, optimizer):
         """Notes an optimizer whose variables are to be placed with those that it updates."""
@@ -534,13 +537,15 @@ def _part(variable, number, value):
     return variable.slice(value, number) if is_whole else value
 
 
+def _shaped_like(gradient, total):
+    """The sum of sparse gradients, with the shape that each of them has."""
+    if isinstance(total, tf.IndexedSlices) and isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(total.values, total.indices, gradient.dense_shape)
+    return total
+
+
 def _axis_of(variable):
-    value = variable if isinstance(variable, SplitVariable) else variable.value
-    return value.axis
-
-
-def _is_in_cross_replica_context():
-    return tf.distribute.in_cross_replica_context()
+    return (variable if isinstance(variable, SplitVariable) else _keras.tf_variable(variable)).axis
 
 
 def _require_positive(name, value):

@@ -55,12 +55,18 @@ class Topology(NamedTuple):
         return jobs, [(job, i) for job, own in jobs.items() for i in range(len(own))]
 
 
+_SPLIT_ALL = (
+    '{"stages": 2, "tensor": 2, "data": 2, "micro_batches": 2, "schedule": "gpipe"}'
+)
 TOPOLOGIES = {
     "single": Topology(0, 1),
     "mirrored2": Topology(1, 2),
     "2x1": Topology(2, 1),
     "2x2": Topology(2, 2),
     "3x1": Topology(3, 1),
+    "split_stages": Topology(1, 4, options=("--split", '{"stages": 2, "data": 2}')),
+    "split_all": Topology(1, 8, options=("--split", _SPLIT_ALL)),
+    "split_workers": Topology(2, 2, options=("--split", '{"stages": 2}')),
     "ps": Topology(2, 1, 2),
     "ps_shards": Topology(2, 1, 2, ("--shards",)),
     "ps_2x2": Topology(2, 2, 1),

@@ -22,7 +22,8 @@ def test_example_runs(example, tmp_path):
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    sign = "steps by worker" if "parameter_servers" in example.stem else "2 replicas"
+    signs = {"digits_parameter_servers": "steps by worker", "gpt_split": "split over 2 devices"}
+    sign = signs.get(example.stem, "2 replicas")
     assert sign in done.stdout
 
 
