@@ -277,9 +277,10 @@ def _splits(model, tensor, layout):
             before = main if kind == COLUMN else None
     unused = set(layout) - used
     if unused:
+        found = [_main_variable(layer) for layer in _keras.layers_of(model)]
         raise ValueError(
             f"layout: {sorted(unused)} match no variable that can be split. Such variables are: "
-            f"{[_main_variable(layer).path for layer in _keras.layers_of(model) if _main_variable(layer)]}."
+            f"{[variable.path for variable in found if variable is not None]}."
         )
     return splits
 

@@ -32,10 +32,10 @@ def network_with_skips():
     x = layers.Conv2D(4, 3, padding="same", name="stem")(inputs)
     for number in range(3):
         skipped = x
-        x = layers.Conv2D(4, 3, padding="same", activation="relu")(x)
+        x = layers.Conv2D(4, 3, padding="same", activation="gelu")(x)
         x = layers.LayerNormalization()(x)
         x = layers.Add(name=f"block{number}")([x, skipped])
-        x = keras.ops.relu(x)
+        x = keras.ops.silu(x)
     return keras.Model(inputs, layers.Dense(CLASSES)(layers.GlobalAveragePooling2D()(x)))
 
 
@@ -75,16 +75,15 @@ SPLITS = {
 _references = {}
 
 
-def train(build, optimizer, strategy=None, rows=ROWS, **settings):
+def train(build, optimizer, strategy=None, rows=ROWS):
     keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     with strategy.scope() if strategy else contextlib.nullcontext():
         model = build()
         model.compile(
-            optimizer,
+            optimizer() if callable(optimizer) else optimizer,
             keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            metrics=["accuracy"],
-            **settings,
+            metrics=None if build is own_step else ["accuracy"],
         )
     x, y = DATA[build]
     history = model.fit(
@@ -105,17 +104,17 @@ def difference(a, b):
 
 def reference(build, name):
     if (build, name) not in _references:
-        _references[build, name] = train(build, OPTIMIZERS[name]())
+        _references[build, name] = train(build, OPTIMIZERS[name])
     return _references[build, name]
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("build", DATA, ids=lambda build: build.__name__)
+@pytest.mark.parametrize("build", tuple(DATA), ids=lambda build: build.__name__)
 def test_20_steps_give_the_weights_of_one_device(build, optimizer, split):
     expected, history = reference(build, optimizer)
     strategy = tfdist.ModelParallelStrategy(**SPLITS[split])
-    model, split_history = train(build, OPTIMIZERS[optimizer](), strategy)
+    model, split_history = train(build, OPTIMIZERS[optimizer], strategy)
     assert difference(expected, model) < 1e-5
     for name, values in history.items():
         np.testing.assert_allclose(split_history[name], values, atol=1e-5)
@@ -281,7 +280,7 @@ def test_compressed_gradients_between_copies():
         stages=2, tensor=2, data=2, compression=tfdist.compression.top_k(1.0, error_feedback=False)
     )
     expected, _ = reference(dense_model, "sgd")
-    model, _ = train(dense_model, OPTIMIZERS["sgd"](), strategy)
+    model, _ = train(dense_model, OPTIMIZERS["sgd"], strategy)
     assert difference(expected, model) < 1e-4
 
 
@@ -314,7 +313,7 @@ def test_plan_tells_what_is_where(tmp_path):
         ({"layout": {"nothing": 0}, "data": 1}, "match no variable that can be split"),
         ({"layout": {"dense_3/kernel": 1}, "tensor": 3, "data": 1}, "tensor=2 fits"),
         ({"stages": 2, "data": 1, "cut": tfdist.parallel.automatic(8000)}, "memory limit: "),
-        ({"tensor": 2, "data": 1, "optimizer": "lamb"}, "Lamb looks at a variable as a whole"),
+        ({"tensor": 2, "data": 1, "optimizer": keras.optimizers.Lamb}, "Lamb looks at a variable as a whole"),
     ],
 )
 def test_splits_that_cannot_be_are_refused(settings, message):

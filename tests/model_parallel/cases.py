@@ -9,7 +9,7 @@ import training_cases
 
 # Models of other shapes (subclasses of keras.Model have no stages of their own) are left out.
 _TRIED = """
-    functional sequential_deferred shared_layer add_loss regularizers constraints embedding
+    functional sequential_deferred shared_layers regularizers constraints embedding
     generator_uneven_first_batch sample_weights class_weights validation_settings
     uneven_last_batch metrics_binary predict_3_steps_per_execution
     sgd adam momentum adamw clipnorm global_clipnorm ema ema_overwrite accumulation schedule
