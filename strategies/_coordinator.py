@@ -38,7 +38,15 @@ class StepClosure(cluster_coordinator.Closure):
     """
 
     def __init__(
-        self, function, cancellation_mgr, serial, args, deliver, num_steps=1, worker=None, reads=False
+        self,
+        function,
+        cancellation_mgr,
+        serial,
+        args,
+        deliver,
+        num_steps=1,
+        worker=None,
+        reads=False,
     ):
         super().__init__(function, cancellation_mgr, args=args)
         self.serial = serial

@@ -28,8 +28,7 @@ def split_cross_entropy(target, parts, devices):
         return tf.stop_gradient(tf.reduce_max(logits, -1))
 
     highest = [
-        placed(largest, [logits], [], device)
-        for logits, device in zip(parts, devices, strict=True)
+        placed(largest, [logits], [], device) for logits, device in zip(parts, devices, strict=True)
     ]
     with ops.device(devices[0]):
         shift = tf.stop_gradient(functools.reduce(tf.maximum, highest))

@@ -692,9 +692,7 @@ def _run_in_place(stock):
     return _run_through_graph
 
 
-@_replaces(
-    tf_nn, "sparse_categorical_crossentropy", ["target", "output", "from_logits", "axis"]
-)
+@_replaces(tf_nn, "sparse_categorical_crossentropy", ["target", "output", "from_logits", "axis"])
 def _cross_entropy_of_parts(stock):
     def sparse_categorical_crossentropy(target, output, from_logits=False, axis=-1):
         known = getattr(output, "_tfdist_parts", None)

@@ -19,8 +19,8 @@ def placed(function, tensors, sources, device, *, after=(), on_backward=None, re
     Args:
         function: returns a nest of tensors.
         tensors: list of tensors, on any device.
-        sources: list of pairs (what the function reads and is trainable, what stands for it outside):
-            variables and the tensors that tapes know them by.
+        sources: list of pairs of what the function reads and is trainable, and what stands for it
+            outside: variables, and the tensors that tapes know them by.
         device: where it runs.
         after: operations that must have ended before it begins.
         on_backward: called with the list of gradients that a backward pass has made.

@@ -95,7 +95,9 @@ class Plan:
                 )
             )
         widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
-        lines = ["  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in [head, *rows]]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in [head, *rows]
+        ]
         if self.tensor > 1:
             named = {id(layer): layer.path for layer in _keras.layers_of(self.model)}
             split = [f"{named[key]}: {kind}" for key, kind in self.splits.items()]
@@ -264,7 +266,9 @@ def _splits(model, tensor, layout):
         main = _main_variable(layer)
         if main is None:
             continue
-        asked = [(pattern, axis) for pattern, axis in layout.items() if re.search(pattern, main.path)]
+        asked = [
+            (pattern, axis) for pattern, axis in layout.items() if re.search(pattern, main.path)
+        ]
         used.update(pattern for pattern, _ in asked)
         if tensor == 1:
             continue

@@ -107,7 +107,9 @@ class SplitVariable(ps_values.CachingVariable):
         if self._v.trainable:
             tape.variable_accessed(self.local(0))
         with record.stop_recording():
-            whole = tf.concat([self.local(i).read_value() for i in range(len(self.shards))], self.axis)
+            whole = tf.concat(
+                [self.local(i).read_value() for i in range(len(self.shards))], self.axis
+            )
         record.record_operation("ReadVariableOp", [whole], [self.local(0).handle], lambda g: [g])
         return whole
 
@@ -187,9 +189,7 @@ class SplitVariable(ps_values.CachingVariable):
         local = slices.indices - tf.cast(number * size, slices.indices.dtype)
         is_here = tf.logical_and(local >= 0, local < size)
         places = tf.reshape(tf.where(is_here), [-1])
-        return tf.IndexedSlices(
-            tf.gather(slices.values, places), tf.gather(local, places), shape
-        )
+        return tf.IndexedSlices(tf.gather(slices.values, places), tf.gather(local, places), shape)
 
     def scatter_add(self, sparse_delta, use_locking=False, name=None):
         return self._scatter("scatter_add", sparse_delta)

@@ -181,9 +181,11 @@ def call_graph(graph, inputs, operation_of):
         made = {id(t) for unit in units for t in unit.node.outputs}
         needed = {id(t) for unit in units for t in unit.node.input_tensors} - made
         needed = [key for key in tensors if key in needed]
-        given = [key for key in dict.fromkeys(
-            id(t) for unit in units for t in unit.node.outputs
-        ) if key in wanted]
+        given = [
+            key
+            for key in dict.fromkeys(id(t) for unit in units for t in unit.node.outputs)
+            if key in wanted
+        ]
 
         def function(*values, units=units, needed=needed, given=given):
             local = dict(zip(needed, values, strict=True))

@@ -38,7 +38,10 @@ def call_split(split, stock, layer, args, kwargs, devices, tokens_of):
     if split in (COLUMN, WIDTH):
         return joined(run([(args, kwargs)] * number), -1, devices[0])
     if split == HEADS:
-        return _sum(run([(args, kwargs)] * number, once=_bias_of(_keras.attention_layers(layer)[-1])), devices[0])
+        return _sum(
+            run([(args, kwargs)] * number, once=_bias_of(_keras.attention_layers(layer)[-1])),
+            devices[0],
+        )
     inputs, *others = args
     if split == ROW:
         parts = parts_of(inputs, number, -1)

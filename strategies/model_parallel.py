@@ -348,7 +348,11 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
         recompute=False,
         compression=None,
     ):
-        for name, value in (("stages", stages), ("tensor", tensor), ("micro_batches", micro_batches)):
+        for name, value in (
+            ("stages", stages),
+            ("tensor", tensor),
+            ("micro_batches", micro_batches),
+        ):
             _require_positive(name, value)
         if data is not None:
             _require_positive("data", data)
@@ -527,12 +531,16 @@ def _part(variable, number, value):
     if isinstance(value, SplitVariable):
         return value.shards[number]
     known = getattr(value, "_tfdist_parts", None)
-    if known is not None and len(known.parts) == len(variable.shards) and (
-        known.axis == variable.axis
+    if (
+        known is not None
+        and len(known.parts) == len(variable.shards)
+        and (known.axis == variable.axis)
     ):
         return known.parts[number]
     is_whole = isinstance(value, tf.IndexedSlices) or (
-        tf.is_tensor(value) and value.shape.rank and value.shape == variable.shape
+        tf.is_tensor(value)
+        and value.shape.rank != 0
+        and variable.shape.is_compatible_with(value.shape)  # it may be unknown, after clipping
     )
     return variable.slice(value, number) if is_whole else value
 

@@ -31,6 +31,8 @@ _BROADCAST = (tf.bool, tf.float16, tf.float32, tf.float64, tf.int32, tf.int64, t
 class MultiWorkerExtended(
     ReplicatedExtended, collective_all_reduce_strategy.CollectiveAllReduceExtended
 ):
+    """The devices of this worker, and the collectives between all workers."""
+
     def __init__(self, strategy, cluster_resolver, communication_options, compression):
         super().__init__(
             strategy,

@@ -55,9 +55,7 @@ class Topology(NamedTuple):
         return jobs, [(job, i) for job, own in jobs.items() for i in range(len(own))]
 
 
-_SPLIT_ALL = (
-    '{"stages": 2, "tensor": 2, "data": 2, "micro_batches": 2, "schedule": "gpipe"}'
-)
+_SPLIT_ALL = '{"stages": 2, "tensor": 2, "data": 2, "micro_batches": 2, "schedule": "gpipe"}'
 TOPOLOGIES = {
     "single": Topology(0, 1),
     "mirrored2": Topology(1, 2),

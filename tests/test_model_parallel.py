@@ -94,7 +94,9 @@ def train(build, optimizer, strategy=None, rows=ROWS):
 
 def weights(model):
     """All but the biases of keys, whose gradient is zero, so that Adam makes steps of its noise."""
-    return {v.path.partition("/")[2]: np.array(v) for v in model.weights if "key/bias" not in v.path}
+    return {
+        v.path.partition("/")[2]: np.array(v) for v in model.weights if "key/bias" not in v.path
+    }
 
 
 def difference(a, b):
@@ -217,9 +219,7 @@ DATA[Halves] = DATA[dense_model]
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_stages_of_a_subclassed_model(schedule):
     expected, _ = train(Halves, "adam")
-    strategy = tfdist.ModelParallelStrategy(
-        stages=2, data=1, micro_batches=3, schedule=schedule
-    )
+    strategy = tfdist.ModelParallelStrategy(stages=2, data=1, micro_batches=3, schedule=schedule)
     model, _ = train(Halves, "adam", strategy)
     assert difference(expected, model) < 1e-5
     assert [devices_of(v)[0][0] for v in model.weights] == ["0", "0", "0", "0", "1", "1"]
@@ -313,7 +313,10 @@ def test_plan_tells_what_is_where(tmp_path):
         ({"layout": {"nothing": 0}, "data": 1}, "match no variable that can be split"),
         ({"layout": {"dense_3/kernel": 1}, "tensor": 3, "data": 1}, "tensor=2 fits"),
         ({"stages": 2, "data": 1, "cut": tfdist.parallel.automatic(8000)}, "memory limit: "),
-        ({"tensor": 2, "data": 1, "optimizer": keras.optimizers.Lamb}, "Lamb looks at a variable as a whole"),
+        (
+            {"tensor": 2, "data": 1, "optimizer": keras.optimizers.Lamb},
+            "Lamb looks at a variable as a whole",
+        ),
     ],
 )
 def test_splits_that_cannot_be_are_refused(settings, message):

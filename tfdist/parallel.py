@@ -27,7 +27,9 @@ def automatic(memory_limit=None):
         ValueError: the limit is not a positive number.
     """
     if memory_limit is not None and not memory_limit > 0:
-        raise ValueError(f"memory_limit: expected a positive number of bytes, got {memory_limit!r}.")
+        raise ValueError(
+            f"memory_limit: expected a positive number of bytes, got {memory_limit!r}."
+        )
     return Automatic(memory_limit)
 
 
