@@ -25,14 +25,16 @@ class GradientExchange(trackable.Trackable):
     Args:
         extended: the strategy's extended, a ``ReplicatedExtended``.
         exchange: a :class:`tfdist.compression.Exchange`.
-        specs: ``tf.TensorSpec`` of the trainable variables, with their paths as names.
+        specs: ``tf.TensorSpec`` of the trainable variables, with their paths as names; then those
+            of the shards of split ones.
+        first_shard: for the number of each split variable, that of its first shard.
     """
 
-    def __init__(self, extended, exchange, specs):
+    def __init__(self, extended, exchange, specs, first_shard=None):
         self._extended = extended
         self._exchange = exchange
         self._specs = list(specs)
-        self.first_shard = {}  # of a split variable, by its number: the number of its first shard
+        self._first_shard = first_shard or {}
         self._lock = threading.Lock()
         self._variables = {}  # (which gradients, replica in this process) -> list of variables
         self._structures = {}  # which gradients -> the nest of which these are the leaves
@@ -43,7 +45,7 @@ class GradientExchange(trackable.Trackable):
 
     def number_of_shard(self, number, shard):
         """The number by which the gradient of a variable's shard goes."""
-        return self.first_shard[number] + shard
+        return self._first_shard[number] + shard
 
     # ------------------------------------------------------------------------ in a step
 

@@ -641,12 +641,13 @@ def _set_exchange(optimizer, variables):
             shards += [tf.TensorSpec(s.shape, s.dtype, name=variable.path) for s in value.shards]
     if strategy.compression is None:
         # Has no state: checkpoints stay those of plain Keras.
-        exchange = GradientExchange(strategy.extended, everywhere(all_reduce()), specs + shards)
+        plain = everywhere(all_reduce())
+        exchange = GradientExchange(strategy.extended, plain, specs + shards, first_shard)
         optimizer.gradient_exchange = data_structures.NoDependency(exchange)
     else:
-        exchange = _SaveableExchange(strategy.extended, strategy.compression, specs + shards)
-        optimizer.gradient_exchange = exchange
-    exchange.first_shard = first_shard
+        optimizer.gradient_exchange = _SaveableExchange(
+            strategy.extended, strategy.compression, specs + shards, first_shard
+        )
 
 
 # ------------------------------------------------------------------------- split models

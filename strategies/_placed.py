@@ -5,6 +5,7 @@ part of a model is one operation to the tape, and brings a backward pass of its 
 """
 
 import contextlib
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -91,10 +92,7 @@ class _Recomputed:
         self._entries, self._sources = entries, sources
         for source in sources:
             if not isinstance(source, tf.Tensor):  # so that tapes outside know it
-                variable = getattr(source, "value", source)
-                variable = source if callable(variable) else variable
-                local = variable._get() if hasattr(variable, "_get") else variable
-                tape_lib.variable_accessed(local)
+                tape_lib.variable_accessed(source._get())
         self._state = [(v, tf.identity(v.value)) for v in self._variables]
         with record.stop_recording():
             result, scope = self._call(entries)
@@ -145,16 +143,11 @@ def _keep_mask(original, copied):
         copied._keras_mask = mask
 
 
-class Parts:
-    """The parts of a tensor, along one axis, that are on several devices.
+class Parts(NamedTuple):
+    """The parts of a tensor, along one axis, that are on several devices."""
 
-    Attributes:
-        parts: list of tensors.
-        axis: int.
-    """
-
-    def __init__(self, parts, axis):
-        self.parts, self.axis = list(parts), axis
+    parts: list
+    axis: int
 
 
 def joined(parts, axis, device=None):
@@ -167,7 +160,7 @@ def joined(parts, axis, device=None):
             whole = _joined_slices(parts, axis)
         else:
             whole = tf.concat(parts, axis)
-    whole._tfdist_parts = Parts(parts, axis)
+    whole._tfdist_parts = Parts(list(parts), axis)
     return whole
 
 
@@ -190,13 +183,13 @@ def _joined_slices(parts, axis):
     )
 
 
-def parts_of(tensor, number, axis=None):
+def parts_of(tensor, number, axis):
     """The parts of a tensor if it was joined from so many along the axis, else None."""
     known = getattr(tensor, "_tfdist_parts", None)
     if known is None or len(known.parts) != number:
         return None
     rank = tensor.shape.rank
-    return known.parts if axis is None or known.axis % rank == axis % rank else None
+    return known.parts if known.axis % rank == axis % rank else None
 
 
 def _recordable(tensors):

@@ -15,6 +15,7 @@ from tensorflow.python.checkpoint import checkpoint_management
 from tensorflow.python.distribute import values
 
 from tfdist.strategies._exchange import GradientExchange
+from tfdist.strategies._whole_variable import WholeVariable
 
 _CHIEF_BEGINS_SECONDS = 10.0
 _OTHERS_COME_SECONDS = 10.0
@@ -212,8 +213,8 @@ def _strategy_of(trackable):
     for node in _nodes(trackable):
         variable = getattr(node, "value", None) if not callable(node) else None
         for candidate in (node, variable):
-            if isinstance(candidate, values.DistributedVariable):
-                strategy = candidate._distribute_strategy
+            if isinstance(candidate, values.DistributedVariable | WholeVariable):
+                strategy = candidate.distribute_strategy
                 if getattr(strategy, "board", None) is not None:
                     return strategy
     return None

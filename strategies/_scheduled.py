@@ -470,7 +470,7 @@ class TrainingFunction:
 
     def current_logs(self, traced):
         """The logs over all steps that are finished."""
-        with self._strategy.not_waiting(), tf.device(self._strategy.chief_device):
+        with self._strategy.not_waiting():
             values = [tf.convert_to_tensor(v) for v in traced.metrics]
             results = traced.results(values)
         with self._lock:

@@ -13,32 +13,17 @@ Outside of a worker's step they act like plain variables. There, on the chief, r
 one first waits for the steps that are under way.
 """
 
-import contextlib
 import threading
 from typing import NamedTuple
 
-import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import ps_values
 from tensorflow.python.eager import context, record, tape
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from tfdist.strategies._step import current_step
+from tfdist.strategies._whole_variable import WholeVariable, shard_number
 from tfdist.strategies._worker_step import WorkerStep
-
-_shard = threading.local()
-
-
-@contextlib.contextmanager
-def acting_as_shard(number):
-    """Every :class:`ServerVariable` in several shards is its shard ``number`` in this context."""
-    outer = getattr(_shard, "number", None)
-    _shard.number = number
-    try:
-        yield
-    finally:
-        _shard.number = outer
 
 
 def _step():
@@ -46,84 +31,17 @@ def _step():
     return step if isinstance(step, WorkerStep) else None
 
 
-class _ClusterVariable(ps_values.CachingVariable):
-    """What the kinds share: one TensorFlow variable, and what there is to do before it is used.
-
-    Args:
-        strategy: the strategy.
-        variable: the ``tf.Variable`` that holds the value (of several: the first).
-    """
-
-    def __init__(self, strategy, variable):
-        super().__init__(variable)
-        self._strategy = strategy
+class _ClusterVariable(WholeVariable):
+    """What the kinds share: what there is to do before they are used."""
 
     @property
-    def distribute_strategy(self):
-        """The strategy under which it was made."""
-        return self._strategy
+    def host(self):
+        """The chief, which writes: a server may not see the chief's files."""
+        return self._strategy.chief_device
 
     def _before_use(self):
         if context.executing_eagerly():
             self._strategy.join()
-
-    def is_initialized(self, name=None):
-        return self._v.is_initialized(name)
-
-    def value(self):
-        return self.read_value()
-
-    def read_value_no_copy(self):
-        return self.read_value()
-
-    def _dense_var_to_tensor(self, dtype=None, name=None, as_ref=False):
-        del name, as_ref
-        value = self.read_value()
-        return value if dtype is None or dtype == value.dtype else NotImplemented
-
-    def numpy(self):
-        if not context.executing_eagerly():
-            raise NotImplementedError("numpy() is only available when executing eagerly.")
-        return self.read_value().numpy()
-
-    def __array__(self, dtype=None, copy=None):
-        del copy
-        return np.asarray(self.numpy(), dtype=dtype)
-
-    def __bool__(self):
-        return bool(self.numpy())
-
-    def _write(self, method, value):
-        """Calls the method of this name, of the variable or of what stands for it in a step."""
-        raise NotImplementedError
-
-    def assign(self, value, use_locking=None, name=None, read_value=True):
-        return self._write("assign", value)
-
-    def assign_add(self, delta, use_locking=None, name=None, read_value=True):
-        return self._write("assign_add", delta)
-
-    def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
-        return self._write("assign_sub", delta)
-
-    # In TensorFlow's checkpoints and SavedModels: one tensor, whatever there is behind it.
-
-    def _serialize_to_tensors(self):
-        # On the chief, which writes: a server may not see the chief's files.
-        with ops.device(self._strategy.chief_device):
-            return {"VARIABLE_VALUE": tf.identity(self.read_value())}
-
-    def _restore_from_tensors(self, restored_tensors):
-        self.assign(restored_tensors["VARIABLE_VALUE"])
-        return self
-
-    def _copy_trackable_to_cpu(self, object_map):
-        if self not in object_map:
-            with ops.device("CPU:0"):
-                object_map[self] = tf.Variable(
-                    tf.zeros(self.shape, self.dtype), trainable=self.trainable
-                )
-        object_map[self].assign(self.read_value())
 
 
 class ServerVariable(_ClusterVariable):
@@ -155,7 +73,7 @@ class ServerVariable(_ClusterVariable):
         """The one variable to act on: the only one, or the shard that this context is about."""
         if not self.is_sharded:
             return self.shards[0]
-        number = getattr(_shard, "number", None)
+        number = shard_number()
         return None if number is None else self.shards[number]
 
     @property
@@ -178,7 +96,7 @@ class ServerVariable(_ClusterVariable):
 
     def read_value(self):
         step = _step()
-        if step is not None and getattr(_shard, "number", None) is None:
+        if step is not None and shard_number() is None:
             return self._read_in(step)
         if step is None:
             self._before_use()
@@ -260,7 +178,7 @@ class ServerVariable(_ClusterVariable):
             return None  # all replicas of a worker would write the same
         else:
             step.forget(self)
-            if step.is_pushing and getattr(_shard, "number", None) is None:
+            if step.is_pushing and shard_number() is None:
                 return self._write_guarded(step, method, value)
         if (alone := self._alone()) is not None:
             with ops.device(alone.device):
@@ -295,15 +213,6 @@ class ServerVariable(_ClusterVariable):
         if value.shape.rank == 0:
             return value
         return value[self.starts[number] : self.starts[number + 1]]
-
-    def scatter_add(self, sparse_delta, use_locking=False, name=None):
-        return self._write("scatter_add", sparse_delta)
-
-    def scatter_sub(self, sparse_delta, use_locking=False, name=None):
-        return self._write("scatter_sub", sparse_delta)
-
-    def scatter_update(self, sparse_delta, use_locking=False, name=None):
-        return self._write("scatter_update", sparse_delta)
 
 
 class _Share(NamedTuple):

@@ -1,36 +1,15 @@
 """Variables of a split model: several pieces on several devices that are one variable to Keras."""
 
-import contextlib
-import threading
-
-import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute import ps_values, values
-from tensorflow.python.eager import context, record, tape
+from tensorflow.python.distribute import values
+from tensorflow.python.eager import record, tape
 from tensorflow.python.framework import ops
 
 from tfdist.strategies._placed import joined
-
-_shard = threading.local()
-
-
-@contextlib.contextmanager
-def acting_as_shard(number):
-    """Every :class:`SplitVariable` is its shard ``number`` in this context and thread."""
-    outer = shard_number()
-    _shard.number = number
-    try:
-        yield
-    finally:
-        _shard.number = outer
+from tfdist.strategies._whole_variable import WholeVariable, shard_number
 
 
-def shard_number():
-    """The shard that variables act as in this thread, or None."""
-    return getattr(_shard, "number", None)
-
-
-class SplitVariable(ps_values.CachingVariable):
+class SplitVariable(WholeVariable):
     """A variable in shards along one axis, each on a device (in each replica) of its own.
 
     Args:
@@ -41,18 +20,10 @@ class SplitVariable(ps_values.CachingVariable):
     """
 
     def __init__(self, strategy, shards, axis, name):
-        super().__init__(shards[0])
-        self._strategy = strategy
+        super().__init__(strategy, shards[0])
         self.shards = list(shards)
         self.axis = axis
         self._whole_name = name
-
-    @property
-    def distribute_strategy(self):
-        """The strategy under which it was made."""
-        return self._strategy
-
-    _distribute_strategy = distribute_strategy
 
     @property
     def name(self):
@@ -87,16 +58,7 @@ class SplitVariable(ps_values.CachingVariable):
         alone = self._alone()
         return self.local(0).handle if alone is None else alone.handle
 
-    def is_initialized(self, name=None):
-        return self._v.is_initialized(name)
-
     # -------------------------------------------------------------------------- reading
-
-    def value(self):
-        return self.read_value()
-
-    def read_value_no_copy(self):
-        return self.read_value()
 
     def read_value(self):
         if (alone := self._alone()) is not None:
@@ -144,23 +106,6 @@ class SplitVariable(ps_values.CachingVariable):
         record.record_operation("TfdistShards", found, [self.local(0).handle], backward)
         return found
 
-    def _dense_var_to_tensor(self, dtype=None, name=None, as_ref=False):
-        del name, as_ref
-        value = self.read_value()
-        return value if dtype is None or dtype == value.dtype else NotImplemented
-
-    def __tf_tensor__(self, dtype=None, name=None):
-        return self._dense_var_to_tensor(dtype, name)
-
-    def numpy(self):
-        if not context.executing_eagerly():
-            raise NotImplementedError("numpy() is only available when executing eagerly.")
-        return np.concatenate([shard.numpy() for shard in self.shards], self.axis)
-
-    def __array__(self, dtype=None, copy=None):
-        del copy  # always made anew
-        return np.asarray(self.numpy(), dtype=dtype)
-
     # -------------------------------------------------------------------------- writing
 
     def slice(self, value, number):
@@ -171,7 +116,7 @@ class SplitVariable(ps_values.CachingVariable):
         if value.shape.rank == 0:
             return value
         size = self.shards[0].shape[self.axis]
-        start = [0] * value.shape.rank
+        start = [0] * self.shards[0].shape.rank
         start[self.axis] = number * size
         return tf.slice(value, start, self.shards[number].shape)
 
@@ -191,52 +136,9 @@ class SplitVariable(ps_values.CachingVariable):
         places = tf.reshape(tf.where(is_here), [-1])
         return tf.IndexedSlices(tf.gather(slices.values, places), tf.gather(local, places), shape)
 
-    def scatter_add(self, sparse_delta, use_locking=False, name=None):
-        return self._scatter("scatter_add", sparse_delta)
-
-    def scatter_sub(self, sparse_delta, use_locking=False, name=None):
-        return self._scatter("scatter_sub", sparse_delta)
-
-    def scatter_update(self, sparse_delta, use_locking=False, name=None):
-        return self._scatter("scatter_update", sparse_delta)
-
-    def _scatter(self, method, slices):
-        if (alone := self._alone()) is not None:
-            return getattr(alone, method)(slices)
-        for number, shard in enumerate(self.shards):
-            getattr(shard, method)(self._slice_rows(slices, number))
-        return None
-
     def _write(self, method, value):
         if (alone := self._alone()) is not None:
             return getattr(alone, method)(value)
         for number, shard in enumerate(self.shards):
             getattr(shard, method)(self.slice(value, number))
         return None
-
-    def assign(self, value, use_locking=None, name=None, read_value=True):
-        return self._write("assign", value)
-
-    def assign_add(self, delta, use_locking=None, name=None, read_value=True):
-        return self._write("assign_add", delta)
-
-    def assign_sub(self, delta, use_locking=None, name=None, read_value=True):
-        return self._write("assign_sub", delta)
-
-    # In TensorFlow's checkpoints and SavedModels: one tensor.
-
-    def _serialize_to_tensors(self):
-        with ops.device("CPU:0"):
-            return {"VARIABLE_VALUE": tf.identity(self.read_value())}
-
-    def _restore_from_tensors(self, restored_tensors):
-        self.assign(restored_tensors["VARIABLE_VALUE"])
-        return self
-
-    def _copy_trackable_to_cpu(self, object_map):
-        if self not in object_map:
-            with ops.device("CPU:0"):
-                object_map[self] = tf.Variable(
-                    tf.zeros(self.shape, self.dtype), trainable=self.trainable
-                )
-        object_map[self].assign(self.read_value())

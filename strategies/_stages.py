@@ -6,14 +6,16 @@ import threading
 
 import keras
 import tensorflow as tf
+from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
 
 from tfdist.schedules import backward_before, schedule
 from tfdist.strategies import _input, _keras
 from tfdist.strategies._placed import joined, placed
-from tfdist.strategies._split_variables import SplitVariable, shard_number
+from tfdist.strategies._split_variables import SplitVariable
 from tfdist.strategies._step import Step, current_step, tracing
 from tfdist.strategies._tensor import call_split
+from tfdist.strategies._whole_variable import shard_number
 
 _now = threading.local()  # replicas are traced in threads of their own
 
@@ -119,8 +121,8 @@ def call_model(strategy, plan, stock, model, args, kwargs):
     devices = strategy.extended.devices_of_replica()
     order = getattr(_now, "order", None)
     number = settings.micro_batches
-    is_training = kwargs.get("training") is True or (len(args) > 1 and args[1] is True)
-    if order is not None or number == 1 or not is_training:
+    # Nothing is gained where nothing goes backward.
+    if order is not None or number == 1 or not args or not record.could_possibly_record():
         call = Call(plan, devices, settings, order, getattr(_now, "micro_batch", 0))
         with calling(call):
             return stock(model, *args, **kwargs)
@@ -243,7 +245,6 @@ class MicroStep(Step):
 
     def __init__(self, outer, rows, number):
         super().__init__(outer.strategy, rows, outer.total_rows)
-        self.outer = outer
         self.num_parts = outer.num_parts * number
         self.touched, self.updated_metrics = outer.touched, outer.updated_metrics
 

@@ -13,7 +13,8 @@ from tensorflow.python.framework import ops
 
 from tfdist.strategies import _keras
 from tfdist.strategies._placed import joined, parts_of, placed
-from tfdist.strategies._split_variables import SplitVariable, acting_as_shard
+from tfdist.strategies._split_variables import SplitVariable
+from tfdist.strategies._whole_variable import acting_as_shard
 
 COLUMN, ROW, HEADS, VOCABULARY, WIDTH = "column", "row", "heads", "vocabulary", "width"
 

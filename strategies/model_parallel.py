@@ -19,10 +19,9 @@ from tfdist.strategies._collective import ReplicaCollective, launcher_for
 from tfdist.strategies._placed import joined
 from tfdist.strategies._plan import make_plan
 from tfdist.strategies._replicated import Replicated, ReplicatedExtended, exchange_for
-from tfdist.strategies._split_variables import SplitVariable, acting_as_shard
+from tfdist.strategies._split_variables import SplitVariable
+from tfdist.strategies._whole_variable import acting_as_shard
 from tfdist.strategies.multi_worker import MultiWorkerExtended, join_workers
-
-_ANY_POSITION = 0
 
 
 class Settings(NamedTuple):
@@ -43,9 +42,8 @@ class _OnDevices:
 
 
 class _Deferred(NamedTuple):
-    """A variable of a model whose plan is not made yet; it waits on the host."""
+    """What is known of a variable that waits on the host for the plan of its model."""
 
-    variable: tf.Variable
     role: str | None
     beside: object  # the weight whose slot it is
 
@@ -56,9 +54,7 @@ class _Grouped:
     def _set_groups(self, groups):
         self.groups = [tuple(device_util.canonicalize(d) for d in group) for group in groups]
         self._making = threading.local()
-        self._deferred = {}
-        self.position_of = {}  # by the id of a variable, of those not at position 0
-        self._kept = []  # the variables whose ids these are
+        self._exchanging = threading.local()
 
     def devices_of_replica(self):
         """The devices of the replica in whose context this thread is."""
@@ -84,7 +80,7 @@ class _Grouped:
         is_summed = kwargs.get("aggregation") == tf.VariableAggregation.SUM
         is_of_model = beside is None and not is_summed and _keras.is_made_by_a_layer()
         is_in_replica = tf.distribute.get_replica_context() is not None
-        if (id(beside) in self._deferred or is_of_model) and not is_in_replica:
+        if (_is_deferred(beside) or is_of_model) and not is_in_replica:
             return self._defer(next_creator, kwargs, beside)
         if beside is not None and not isinstance(beside, values.DistributedVariable):
             kwargs.pop("colocate_with")
@@ -93,9 +89,7 @@ class _Grouped:
     def _at(self, position, next_creator, kwargs):
         kwargs["colocate_with"] = _OnDevices(tuple(group[position] for group in self.groups))
         variable = super()._create_variable(next_creator, **kwargs)
-        if position:
-            self.position_of[id(variable)] = position
-            self._kept.append(variable)
+        variable._tfdist_position = position
         return variable
 
     def _defer(self, next_creator, kwargs, beside):
@@ -103,7 +97,7 @@ class _Grouped:
         kwargs.pop("colocate_with", None)
         with ops.colocate_with(None, ignore_existing=True), ops.device("CPU:0"):
             variable = next_creator(**kwargs)
-        self._deferred[id(variable)] = _Deferred(variable, role, beside)
+        variable._tfdist_deferred = _Deferred(role, beside)
         return variable
 
     def _beside_split(self, weight, next_creator, kwargs):
@@ -112,12 +106,12 @@ class _Grouped:
         value = tf.convert_to_tensor(value() if callable(value) else value, kwargs.get("dtype"))
         kwargs.pop("shape", None)
         if value.shape.as_list() != weight.shape.as_list():
-            position = self.position_of.get(id(weight.shards[0]), 0)
+            position = _position_of(weight.shards[0])
             return self._at(position, next_creator, {**kwargs, "initial_value": value})
         shards = []
         for number, shard in enumerate(weight.shards):
             part = weight.slice(value, number)
-            position = self.position_of.get(id(shard), 0)
+            position = _position_of(shard)
             shards.append(self._at(position, next_creator, {**kwargs, "initial_value": part}))
         return SplitVariable(
             self._container_strategy(), shards, weight.axis, kwargs.get("name") or "slot"
@@ -131,10 +125,6 @@ class _Grouped:
         finally:
             self._making.position = None
 
-    def is_deferred(self, variable):
-        """Whether a ``tf.Variable`` waits for a plan."""
-        return id(variable) in self._deferred
-
     def place(self, variable, position, axis=None):
         """The variable that takes a deferred one's place.
 
@@ -143,7 +133,7 @@ class _Grouped:
             position: in the groups of devices; that of the first shard.
             axis: along which it is split over consecutive positions; None for whole.
         """
-        role = self._deferred.pop(id(variable)).role
+        role = variable._tfdist_deferred.role
         if axis is None:
             return self._placed_copy(variable, variable.read_value(), position, role)
         number = self._container_strategy().settings.tensor
@@ -164,10 +154,6 @@ class _Grouped:
                 aggregation=variable.aggregation,
                 synchronization=variable.synchronization,
             )
-
-    def weight_of_slot(self, variable):
-        """The deferred weight beside which a deferred variable was made, or None."""
-        return self._deferred[id(variable)].beside
 
     # -------------------------------------------------------------------------- updates
 
@@ -216,8 +202,7 @@ class _Grouped:
                 number = None if numbers is None else numbers[i]
                 if number is not None and isinstance(variable, SplitVariable):
                     number = exchange.number_of_shard(number, n)
-                position = self.position_of.get(id(owner), _ANY_POSITION)
-                by_position.setdefault(position, []).append(len(flat))
+                by_position.setdefault(_position_of(owner), []).append(len(flat))
                 flat.append((i, piece, number))
         sums = [None] * len(flat)
         for position, places in sorted(by_position.items()):
@@ -227,7 +212,7 @@ class _Grouped:
                     [flat[p][1] for p in places], [flat[p][2] for p in places], exchange
                 )
             finally:
-                self._exchanging.position = _ANY_POSITION
+                self._exchanging.position = 0
             for place, total in zip(places, found, strict=True):
                 sums[place] = _shaped_like(flat[place][1], total)
         results = [[] for _ in gradients]
@@ -239,35 +224,25 @@ class _Grouped:
         ]
 
     def _groups(self, which):
-        position = getattr(self._exchanging, "position", _ANY_POSITION)
-        if position == _ANY_POSITION:
+        position = getattr(self._exchanging, "position", 0)
+        if position == 0:
             return super()._groups(which)
         key = which, position
         with self._groups_lock:
             if key not in self._made_groups:
                 self._made_groups[key] = [
-                    self._group_at(position, number, collective)
+                    self._group_at(position, which, number, collective._launcher)
                     for number, collective in enumerate(self._make_groups(which))
                 ]
             return self._made_groups[key]
 
-    def _group_at(self, position, number, collective):
-        like = collective._launcher
-        return ReplicaCollective(
-            launcher_for(
-                # Clear of the groups of position 0, which begin at 1 and at 50,000.
-                self._collective_key_base + 60_000 + 500 * position + like._group_key % 500,
-                like._group_size,
-                self.groups[number][position],
-                like._options,
-            )
-        )
-
-    @property
-    def _exchanging(self):
-        if not hasattr(self, "_exchanging_at"):
-            self._exchanging_at = threading.local()
-        return self._exchanging_at
+    def _group_at(self, position, which, number, like):
+        """The collective of a replica's device at a position, like that of its first device."""
+        kind = {"all": 0, "hosts": 1, "host": 2 + getattr(self, "_id_in_cluster", 0)}[which]
+        # Clear of the groups of position 0, which begin at 1 and at 50,000.
+        key = self._collective_key_base + 60_000 + 500 * position + kind
+        device = self.groups[number][position]
+        return ReplicaCollective(launcher_for(key, like._group_size, device, like._options))
 
 
 class _LocalExtended(_Grouped, ReplicatedExtended, mirrored_strategy.MirroredExtended):
@@ -362,7 +337,7 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
             raise ValueError(f"layout: expected a dict or None, got {layout!r}.")
         self.settings = Settings(stages, tensor, micro_batches, schedule, bool(recompute))
         self._cut, self._layout = cut_from(cut), layout
-        self._plans, self._optimizers = {}, []
+        self._optimizers = []
         self.plan = None
         exchange = exchange_for(compression)
         self._set_collective_keys()
@@ -414,7 +389,7 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
 
     def prepare(self, model):
         """The plan of a built model, whose variables are then where it says."""
-        plan = self._plans.get(id(model))
+        plan = _plan_of(model)
         if plan is None:
             plan = make_plan(
                 model,
@@ -423,7 +398,8 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
                 how=self._cut,
                 layout=self._layout,
             )
-            self._plans[id(model)] = plan
+            # (not through Keras, which tracks what models hold)
+            object.__setattr__(model, "_tfdist_plan", plan)
         if tf.distribute.get_replica_context() is None or tf.executing_eagerly():
             self._place(model, plan)
         self.plan = plan
@@ -437,7 +413,7 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
                 for variable in getattr(unit.operation, "variables", []):
                     stage_of.setdefault(id(variable), number)
         moved = {}  # the new value of each weight, by the id of the deferred one
-        waiting = [v for v in model.variables if extended.is_deferred(_keras.tf_variable(v))]
+        waiting = [v for v in model.variables if _is_deferred(_keras.tf_variable(v))]
         for variable in waiting:
             old = _keras.tf_variable(variable)
             position = stage_of.get(id(variable), 0) * tensor
@@ -449,17 +425,15 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
         optimizers = [o for o in (reference() for reference in self._optimizers) if o is not None]
         slots = [v for each in optimizers for v in _keras.variables_of_optimizer(each)]
         for variable in slots:
-            old = variable.value
-            if not extended.is_deferred(old):
-                continue
-            weight = moved.get(id(extended.weight_of_slot(old)))
+            old = _keras.tf_variable(variable)
+            weight = moved.get(id(old._tfdist_deferred.beside)) if _is_deferred(old) else None
             if weight is None:
-                continue  # of a model that is not split yet
+                continue  # placed already, or of a model that is not split yet
             axis, first = None, weight
             if isinstance(weight, SplitVariable):
                 first = weight.shards[0]
                 axis = weight.axis if weight.shape == old.shape else None
-            position = extended.position_of.get(id(first), 0)
+            position = _position_of(first)
             _keras.replace_value(variable, extended.place(old, position, axis))
         ids = {id(variable) for variable in waiting}
         for optimizer in optimizers:
@@ -470,17 +444,6 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
         """Notes an optimizer whose variables are to be placed with those that it updates."""
         if all(reference() is not optimizer for reference in self._optimizers):
             self._optimizers.append(weakref.ref(optimizer))
-
-    def plan_of(self, model):
-        """The plan of a model, or None."""
-        return self._plans.get(id(model))
-
-    def plan_of_graph(self, graph):
-        """The plan of the model whose functional graph this is, or None."""
-        for plan in self._plans.values():
-            if plan.graph is graph:
-                return plan
-        return None
 
     def training_function(self, step_fn, *, is_training, trainer=None, **settings):
         """See :func:`tfdist.strategies._functions.training_function`."""
@@ -508,7 +471,7 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
 
     def call_layer(self, stock, layer, args, kwargs):
         """The call of a layer or a model."""
-        plan = self._plans.get(id(layer))
+        plan = _plan_of(layer)
         if plan is not None and _stages.current_call() is None:
             return _stages.call_model(self, plan, stock, layer, args, kwargs)
         return _stages.call_layer(stock, layer, args, kwargs)
@@ -523,6 +486,18 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
         if call is None or call.plan.graph is not graph or call.is_in_stage:
             return None
         return _stages.call_graph(graph, inputs, operation_of)
+
+
+def _is_deferred(variable):
+    return hasattr(variable, "_tfdist_deferred")
+
+
+def _position_of(variable):
+    return getattr(variable, "_tfdist_position", 0)
+
+
+def _plan_of(model):
+    return getattr(model, "_tfdist_plan", None)
 
 
 def _part(variable, number, value):

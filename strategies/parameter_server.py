@@ -26,11 +26,11 @@ from tfdist.strategies._server_variables import (
     ServerVariable,
     StateVariable,
     TotalVariable,
-    acting_as_shard,
     on_servers,
 )
 from tfdist.strategies._step import current_step
 from tfdist.strategies._transport import PULL_DTYPES, Transport
+from tfdist.strategies._whole_variable import acting_as_shard
 from tfdist.strategies._worker_step import WorkerStep
 
 _STEP_TIMEOUT_SECONDS = 300.0

@@ -59,6 +59,7 @@ DATA = {
     ),
     transformer: tuple(RNG.integers(0, VOCABULARY, (2, ROWS, LENGTH))),
 }
+CLIPPED = lambda: keras.optimizers.Adam(0.003, global_clipnorm=0.1)  # noqa: E731
 OPTIMIZERS = {
     "sgd": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
     "adam": lambda: keras.optimizers.Adam(0.003),
@@ -120,6 +121,114 @@ def test_20_steps_give_the_weights_of_one_device(build, optimizer, split):
     assert difference(expected, model) < 1e-5
     for name, values in history.items():
         np.testing.assert_allclose(split_history[name], values, atol=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_clipping_by_the_norm_of_all_parts(schedule):
+    """A table's clipped gradient comes in other clothes than the gradient."""
+    expected, _ = train(transformer, CLIPPED)
+    strategy = tfdist.ModelParallelStrategy(
+        stages=2, tensor=2, micro_batches=2, data=1, schedule=schedule
+    )
+    model, _ = train(transformer, CLIPPED, strategy)
+    assert difference(expected, model) < 1e-5
+
+
+def test_own_loop():
+    expected, _ = reference(dense_model, "adam")
+    strategy = tfdist.ModelParallelStrategy(stages=2, tensor=2, data=2)
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    with strategy.scope():
+        model = dense_model()
+        optimizer = OPTIMIZERS["adam"]()
+        optimizer.build(model.trainable_variables)
+    strategy.split(model)
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+    def replica_step(x, y):
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, model(x, training=True)) / strategy.num_replicas_in_sync
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+    @tf.function
+    def step(x, y):
+        strategy.run(replica_step, args=(x, y))
+
+    x, y = DATA[dense_model]
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        step(*batch)
+    assert difference(expected, model) < 1e-5
+    assert [d for d, _ in devices_of(model.weights[0])] == ["0", "4", "1", "5"]
+
+
+def tables_and_sums():
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(VOCABULARY + 1, 16)(inputs)  # can only be split by width
+    x = layers.EinsumDense("abc,cd->abd", (None, 24), bias_axes="d", activation="relu")(x)
+    return keras.Model(inputs, layers.Dense(VOCABULARY)(layers.Dropout(0.0)(x)))
+
+
+DATA[tables_and_sums] = DATA[transformer]
+
+
+def test_layout_and_what_is_split_by_default():
+    expected, _ = train(tables_and_sums, "adam")
+    kinds = {}
+    for layout in (None, {"embed": None, "einsum.*kernel": 1, "dense/kernel": None}):
+        strategy = tfdist.ModelParallelStrategy(tensor=2, data=1, layout=layout)
+        model, _ = train(tables_and_sums, "adam", strategy)
+        assert difference(expected, model) < 1e-5
+        kinds[bool(layout)] = [strategy.plan.splits.get(id(layer)) for layer in model.layers[1:]]
+    assert kinds == {
+        False: ["width", "column", None, "column"],
+        True: [None, "column", None, None],
+    }
+
+
+def with_dropout():
+    model = dense_model()
+    x = layers.Dropout(0.5)(model.layers[1].output)
+    x = layers.BatchNormalization()(x)
+    return keras.Model(model.inputs, layers.Dense(8)(x))
+
+
+def with_activity():
+    inputs = keras.Input((12,))
+    x = layers.Dense(8, activity_regularizer="l2")(inputs)
+    return keras.Model(inputs, layers.Dense(8)(x))
+
+
+DATA[with_dropout] = DATA[with_activity] = DATA[dense_model]
+
+
+def test_recomputation_has_the_same_masks_and_statistics():
+    models = [
+        train(
+            with_dropout,
+            "adam",
+            tfdist.ModelParallelStrategy(stages=2, data=1, micro_batches=2, recompute=recompute),
+        )[0]
+        for recompute in (False, True)
+    ]
+    assert difference(*models) == 0
+    with pytest.raises(ValueError, match="recompute=True: a layer of this model calls add_loss"):
+        train(
+            with_activity,
+            "adam",
+            tfdist.ModelParallelStrategy(stages=2, data=1, recompute=True),
+            rows=BATCH,
+        )
+
+
+def test_xla_is_refused():
+    strategy = tfdist.ModelParallelStrategy(stages=2, data=1)
+    with strategy.scope():
+        model = dense_model()
+        model.compile("sgd", "mse", jit_compile=True)
+    with pytest.raises(ValueError, match="jit_compile=True cannot be honoured"):
+        model.fit(*DATA[dense_model], verbose=0)
 
 
 def devices_of(variable):
@@ -310,6 +419,7 @@ def test_plan_tells_what_is_where(tmp_path):
         ({"cut": 3}, "cut: expected None"),
         ({"stages": 2, "cut": ["other"], "data": 1}, "the model has no layer 'other'"),
         ({"layout": {"kernel": 7}, "tensor": 2, "data": 1}, "expected None or an axis of"),
+        ({"layout": {"dense/kernel": 0}, "tensor": 2, "data": 1}, "has an activation"),
         ({"layout": {"nothing": 0}, "data": 1}, "match no variable that can be split"),
         ({"layout": {"dense_3/kernel": 1}, "tensor": 3, "data": 1}, "tensor=2 fits"),
         ({"stages": 2, "data": 1, "cut": tfdist.parallel.automatic(8000)}, "memory limit: "),
