@@ -13,7 +13,7 @@ import time
 
 import tensorflow as tf
 from tensorflow.python.distribute.coordinator import cluster_coordinator, coordinator_context
-from tensorflow.python.eager import context
+from tensorflow.python.eager import context, executor
 from tensorflow.python.framework import ops
 from tensorflow.python.util import nest
 
@@ -79,7 +79,6 @@ class StepClosure(cluster_coordinator.Closure):
             call = tf.constant([self.attempt, self.serial], tf.int64)
         with (
             ops.device(worker.device_name),
-            context.executor_scope(worker.executor),
             coordinator_context.with_dispatch_context(worker),
         ):
             args = nest.map_structure(coordinator_context.maybe_get_remote_value, args)
@@ -365,6 +364,18 @@ class Queue(cluster_coordinator._CoordinatedClosureQueue):
         super()._cancel_all_closures()
 
 
+def _leave_default_executor():
+    """Gives this thread an executor of its own, for as long as the result is kept.
+
+    What is dropped of results on a worker waits for the worker's answer in the executor that all
+    threads have by default; and whoever uses that one, to read a dataset for instance, waits for
+    all that is in it. So a worker that hangs would hold up the chief and, through it, everybody.
+    """
+    own = executor.new_executor(enable_async=False)
+    context.context().executor = own
+    return own
+
+
 _current = threading.local()
 
 
@@ -375,6 +386,7 @@ def _this_worker():
 class _Worker(cluster_coordinator.Worker):
     def _process_queue(self):
         _current.worker = self.worker_index
+        context.context().executor = self.executor  # see _leave_default_executor
         super()._process_queue()
 
     def _on_closure_failure(self, closure, e):
@@ -442,6 +454,7 @@ class Coordinator(cluster_coordinator.ClusterCoordinator):
         self._cluster = _made_of(_Worker, strategy, self.queue, self._on_worker_lost)
         self._has_initialized = True
         self._is_joining = threading.Lock()
+        self._executor = _leave_default_executor()
         threading.Thread(target=self._watch, name="tfdist step limits", daemon=True).start()
 
     def submit(
