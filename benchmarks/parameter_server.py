@@ -5,8 +5,9 @@
 
 Sub-commands: ``updates`` (steps per second beside ``tf_keras``), ``straggler`` (steps per second
 when one of four workers is ten times slower), ``loss`` (loss against time), ``bytes`` (bytes of a
-step on the wire beside the formula). All processes run on this machine, over loopback.
-``README.md`` beside this file says what is measured and how.
+step on the wire beside the formula), ``back`` (from the death of a worker to its next step). All
+processes run on this machine, over loopback. ``README.md`` beside this file says what is measured
+and how.
 """
 
 import argparse
@@ -24,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 UPDATES_GOAL = 1.3  # steps per second over those of tf_keras, at least
 STRAGGLER_GOAL = 0.77  # steps per second over those without a straggler, at least (3.1 of 4)
 BYTES_GOAL = 0.05  # how far the wire may be from the formula
+BACK_GOAL = 10.0  # s from the death of a worker until it trains again, at most
 CONSISTENCIES = ("Async()", "Stale(4)", "Sync()", "Sync(1)")
 
 
@@ -65,6 +67,7 @@ def _parse(arguments):
         ("straggler", measure_straggler, 120),
         ("loss", measure_loss, 0),
         ("bytes", measure_bytes, 20),
+        ("back", measure_back, 0),
     ):
         each = commands.add_parser(name, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
         each.set_defaults(measure=measure)
@@ -77,10 +80,16 @@ def _parse(arguments):
     return parser.parse_args(arguments)
 
 
-def run(options, python, script, *arguments, workers=2, servers=1):
+def run(options, python, script, *arguments, workers=2, servers=1, launcher=()):
     """Starts a contender with ``tfdist run``; returns what its chief has reported."""
     command = [python, "-m", "tfdist.launch", "run", "--ps", str(servers), "-n", str(workers)]
-    command += ["--threads", str(options.threads), HERE / "contenders" / script, *arguments]
+    command += [
+        "--threads",
+        str(options.threads),
+        *launcher,
+        HERE / "contenders" / script,
+        *arguments,
+    ]
     with tempfile.TemporaryDirectory() as folder:
         try:
             done = subprocess.run(
@@ -104,7 +113,8 @@ def _repeat(options, python, name, script, arguments, **shape):
             print(f"{name} failed: {error}", flush=True)
             return {"contender": name, "error": str(error), "line": f"{name:44} failed"}
         rate = results[-1].get("steps_per_second")
-        print(f"{name}, round {number + 1}: {rate or 0:.1f} steps/s", flush=True)
+        done = "done" if rate is None else f"{rate:.1f} steps/s"
+        print(f"{name}, round {number + 1}: {done}", flush=True)
     return {"contender": name, "runs": results}
 
 
@@ -252,6 +262,26 @@ def measure_bytes(options, python):
             )
         rows.append(row)
     return rows, goals
+
+
+def measure_back(options, python):
+    """Seconds from the SIGKILL of one of two workers until it has trained again."""
+    name = "one of two workers killed"
+    row = _repeat(options, python, name, "servers_back.py", [], launcher=["--max-restarts", "1"])
+    goals = []
+    if "error" not in row:
+        seconds = statistics.median(result["seconds"] for result in row["runs"])
+        imports = statistics.median(result["import_seconds"] for result in row["runs"])
+        row["line"] = f"{name:44}{seconds:8.1f} s; the import of TensorFlow takes {imports:.1f} s"
+        goals.append(
+            {
+                "goal": "from the death of a worker to its next step, s",
+                "value": seconds,
+                "bound": f"<= {BACK_GOAL}",
+                "verdict": "met" if seconds <= BACK_GOAL else "missed",
+            }
+        )
+    return [row], goals
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from keras.src.backend.tensorflow import optimizer as tf_optimizer
 from keras.src.backend.tensorflow import trainer as tf_trainer
 from keras.src.losses import loss as loss_module
 from keras.src.models import functional
-from keras.src.ops import operation
+from keras.src.ops import operation, symbolic_arguments
 from keras.src.optimizers import base_optimizer, loss_scale_optimizer
 from keras.src.random import seed_generator
 from keras.src.saving import saving_api
@@ -724,6 +724,12 @@ def stage_of_layer(layer):
     return getattr(layer, "_tfdist_stage", None)
 
 
+def stage_of_node(node):
+    """The stage of a node's layer, or else of the model that the layer is in."""
+    stage = stage_of_layer(node.operation)
+    return stage_of_layer(node.outer) if stage is None and hasattr(node, "outer") else stage
+
+
 def _any_symbolic(nest):
     return any(isinstance(leaf, keras.KerasTensor) for leaf in tree.flatten(nest))
 
@@ -737,11 +743,69 @@ def graph_of(model):
 
 
 def nodes_of(graph):
-    """The nodes of a functional model in the order of their computation."""
+    """The nodes of a functional model in the order of their computation.
+
+    In the place of a functional model in it are that one's nodes, if it has no settings of its own
+    there (such as ``training=False``).
+    """
     nodes = []
     for depth in sorted(graph._nodes_by_depth, reverse=True):
-        nodes += [n for n in graph._nodes_by_depth[depth] if n.operation and not n.is_input]
+        for node in graph._nodes_by_depth[depth]:
+            if node.operation and not node.is_input:
+                nodes += _nodes_within(node) or [node]
     return nodes
+
+
+class InnerNode:
+    """A node of a model within the model, between tensors of the outer one.
+
+    Args:
+        node: the node.
+        outer: the layer that the inner model is in the outer one.
+        outer_of: dict from ids of symbolic tensors of the inner model to those of the outer one.
+            Grows by stand-ins for those that only the inner one knows: it may be called twice.
+    """
+
+    def __init__(self, node, outer, outer_of):
+        def to_outer(symbol):
+            if not isinstance(symbol, keras.KerasTensor):
+                return symbol
+            if id(symbol) not in outer_of:
+                outer_of[id(symbol)] = keras.KerasTensor(symbol.shape, symbol.dtype)
+            return outer_of[id(symbol)]
+
+        self.operation, self.outer = node.operation, outer
+        self.name = f"{outer.name}/{getattr(node, 'name', node.operation.name)}"
+        self.input_tensors = [to_outer(symbol) for symbol in node.input_tensors]
+        self.outputs = [to_outer(symbol) for symbol in node.outputs]
+        args, kwargs = node.arguments.convert(to_outer)
+        self.arguments = symbolic_arguments.SymbolicArguments(*args, **kwargs)
+
+
+def _nodes_within(node):
+    layer = node.operation
+    inner = graph_of(layer) if isinstance(layer, keras.Model) else None
+    if inner is None or layer.activity_regularizer is not None:
+        return None
+    args, kwargs = node.arguments.args, node.arguments.kwargs
+    given = tree.flatten(args)
+    ends = [*inner.inputs, *inner.outputs]
+    is_plain = (
+        len(args) == 1
+        and not kwargs
+        and len({id(symbol) for symbol in ends}) == len(ends)
+        and len(given) == len(inner.inputs)
+        and not isinstance(args[0], dict)  # whose order may be another
+        and all(
+            isinstance(a, keras.KerasTensor)
+            and (len(a.shape), a.dtype, a.sparse) == (len(b.shape), b.dtype, b.sparse)
+            for a, b in zip(given, inner.inputs, strict=True)
+        )
+    )
+    if not is_plain:
+        return None
+    outer_of = {id(b): a for a, b in zip([*given, *node.outputs], ends, strict=True)}
+    return [InnerNode(each, layer, outer_of) for each in nodes_of(inner)]
 
 
 def compute(node, tensors, operation_of):
