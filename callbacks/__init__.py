@@ -7,6 +7,16 @@ if __name__ != "tfdist.callbacks":
     )
 
 from tfdist.callbacks.communication import CommunicationMonitor
+from tfdist.callbacks.deadline import DeadlineStop
+from tfdist.callbacks.learning_rate import LearningRateWarmup, ScaleLearningRate
+from tfdist.callbacks.metrics import MetricAverage
 from tfdist.callbacks.workers import WorkerMonitor
 
-__all__ = ["CommunicationMonitor", "WorkerMonitor"]
+__all__ = [
+    "CommunicationMonitor",
+    "DeadlineStop",
+    "LearningRateWarmup",
+    "MetricAverage",
+    "ScaleLearningRate",
+    "WorkerMonitor",
+]

@@ -114,6 +114,7 @@ class Queue(cluster_coordinator._CoordinatedClosureQueue):
         self._ready = collections.deque()
         self._own = [collections.deque() for _ in range(num_workers)]
         self._running = {}  # worker -> (closure, when it began)
+        self.busy_seconds = [0.0] * num_workers  # that its accepted closures took
         self._abandoned = set()  # workers whose closure was given to others
         self._read_out = set()  # workers whose own data has ended
         self._num_moving = 0  # closures on their way from a worker that hangs to another one
@@ -280,6 +281,8 @@ class Queue(cluster_coordinator._CoordinatedClosureQueue):
                 self.note_read_out(worker)
                 return
             self.clocks.finish(worker, closure.num_steps)
+            _, began = self._running[worker]
+            self.busy_seconds[worker] += time.monotonic() - began
             closure.is_accepted = True
             closure.deliver(results, worker)
             self._stop_waiting_condition.notify_all()

@@ -39,7 +39,8 @@ class GradientExchange(trackable.Trackable):
         self._variables = {}  # (which gradients, replica in this process) -> list of variables
         self._structures = {}  # which gradients -> the nest of which these are the leaves
         self._loaded = {}  # which gradients -> the states of all members, as lists of arrays
-        self._notes = None  # steps, seconds, squares of gradients
+        self._notes = None  # steps, seconds, squares of gradients, added up
+        self._notes_read = np.zeros(3)  # those that read_statistics has told of
         self._collected = None  # what the other workers have sent for a file
         self._is_finite = tf.function(_are_finite, jit_compile=True, autograph=False)
 
@@ -157,6 +158,19 @@ class GradientExchange(trackable.Trackable):
         squares = tf.cast(squares, tf.float64)
         self._notes.assign_add([tf.ones([], tf.float64), seconds, squares], read_value=False)
 
+    def read_times(self):
+        """What was noted since the exchange was made, while ``is_watched`` was set.
+
+        Returns:
+            ``(seconds, steps)``, floats: the time between the last gradient and the last sum of
+            each step, added up, and the number of steps.
+        """
+        steps, seconds, _ = self._read_notes()
+        return float(seconds), float(steps)
+
+    def _read_notes(self):
+        return np.zeros(3) if self._notes is None else self._notes.numpy()
+
     def read_statistics(self):
         """What was noted since the last call, while the strategy's ``is_watched`` was set.
 
@@ -166,9 +180,9 @@ class GradientExchange(trackable.Trackable):
             what it would send without compression; ``gradient_norm``, the root mean square over
             the steps of the norm of this process' gradients; ``residual_norm``, now.
         """
-        steps, seconds, squares = (0.0, 0.0, 0.0) if self._notes is None else self._notes.numpy()
-        if self._notes is not None:
-            self._notes.assign(tf.zeros_like(self._notes))
+        notes = self._read_notes()
+        steps, seconds, squares = notes - self._notes_read
+        self._notes_read = notes
         sent, uncompressed, residual = 0.0, 0.0, 0.0
         for (key, replica), variables in self._variables.items():
             if replica != 0:

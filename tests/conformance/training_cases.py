@@ -22,6 +22,8 @@ from case_table import (
 )
 from keras import layers, optimizers
 
+from tfdist.callbacks import LearningRateWarmup, ScaleLearningRate
+
 CASES = Table()
 
 
@@ -223,6 +225,18 @@ def execution_3_steps(env):
 @CASES.case(topologies=WORKERS)
 def execution_5_steps(env):
     return train(env, optimizer=adam, compile_args={"steps_per_execution": 5})[1]
+
+
+@CASES.case(topologies=TWO)
+def warmed_up(env):
+    """The rate rises within executions, and the decay of the weights with it."""
+    return train(
+        env,
+        optimizer=lambda: optimizers.AdamW(0.005, weight_decay=0.5),
+        compile_args={"steps_per_execution": 3},
+        callbacks=[LearningRateWarmup(0.5, start=0.25), ScaleLearningRate(4)],
+        epochs=2,
+    )[1]
 
 
 @CASES.case(topologies=WORKERS)

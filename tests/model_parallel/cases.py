@@ -14,7 +14,7 @@ _TRIED = """
     uneven_last_batch metrics_binary predict_3_steps_per_execution
     sgd adam momentum adamw clipnorm clipvalue global_clipnorm
     ema ema_overwrite accumulation schedule mixed_float16 mixed_bfloat16
-    execution_3_steps on_batch fit_twice_and_recompile
+    execution_3_steps on_batch fit_twice_and_recompile warmed_up
 """.split()  # noqa: SIM905
 _ON_WORKERS = {"adam", "functional", "global_clipnorm", "uneven_last_batch", "execution_3_steps"}
 

@@ -1,6 +1,8 @@
 """Keras' callbacks: every worker decides the same at the same step, the chief writes the files."""
 
 import csv
+import time
+from unittest import mock
 
 import keras
 import numpy as np
@@ -8,6 +10,8 @@ import tensorflow as tf
 from case_table import BATCH, TWO, WORKERS, Table, X, Y, adam, cross_entropy, mlp, sgd, state, train
 from keras import callbacks
 from written_files import listing, writes_of_this_worker
+
+import tfdist
 
 CASES = Table()
 
@@ -367,3 +371,90 @@ def callback_that_looks_and_evaluates(env):
     looks = Looks()
     _, arrays = train(env, **HALF, epochs=2, callbacks=[looks])
     return arrays | {"batch/seen": looks.seen, "eval/own": looks.result, "pred/own": looks.rows}
+
+
+def stopped_where_the_chief_said(workers):
+    for arrays in workers:
+        assert arrays["own/stopped"]
+        assert arrays["own/updates"] == 9  # three executions
+
+
+@CASES.case(topologies=WORKERS, compare=(), check=stopped_where_the_chief_said)
+def deadline_stop(env):
+    """The chief's clock runs out at its third look; the other worker's does not."""
+    stop = tfdist.callbacks.DeadlineStop(60 if env.index == 0 else 1440, reserve_minutes=0)
+
+    class RunsOut(callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 8 and env.index == 0:
+                stop._limit = time.time()
+
+    options = {"compile_args": {"steps_per_execution": 3}, "batch_logs": False}
+    with mock.patch("tfdist.callbacks.deadline._MOST_SECONDS_BETWEEN_LOOKS", 0.0):
+        model, arrays = train(env, epochs=3, callbacks=[RunsOut(), stop], **options)
+    own = {"own/stopped": stop.stopped, "own/updates": int(model.optimizer.iterations)}
+    return arrays | own
+
+
+def averaged_and_decided_alike(workers):
+    for arrays in workers:
+        np.testing.assert_array_equal(arrays["log/own"], [1.0, 1.5, 1.5])
+        np.testing.assert_array_equal(arrays["log/only_one"], [7.0, 7.0, 7.0])
+        assert len(arrays["log/loss"]) == 3, "no longer better after two epochs"
+
+
+@CASES.case(topologies=WORKERS, compare=(), check=averaged_and_decided_alike)
+def metric_average(env):
+    """Values of each worker's own; without the mean only one worker would want to stop."""
+
+    class Own(callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["own"] = np.float32(2.0 if env.index == 0 else min(epoch, 1))
+            if env.index == 1:
+                logs["only_one"] = 7.0
+
+    stop = callbacks.EarlyStopping("own", mode="min", patience=2)
+    average = tfdist.callbacks.MetricAverage()
+    return train(env, epochs=6, callbacks=[Own(), average, stop], batch_logs=False)[1]
+
+
+def the_slow_one_is_named(workers):
+    for arrays in workers:
+        assert arrays["log/straggler"][-1] == 1
+        slow = arrays["log/busy_seconds_by_worker"][-1]
+        assert slow[1] > slow[0] > 0
+        assert (arrays["log/memory_megabytes_by_worker"] > 50).all()
+        rows = arrays["log/examples_per_second"] * arrays["log/step_seconds"]
+        np.testing.assert_allclose(rows, BATCH)
+
+
+@CASES.case(topologies=WORKERS, compare=(), check=the_slow_one_is_named, identical=False)
+def worker_monitor(env):
+    """Both take as long for a step; only the second worker has work to do for that long."""
+
+    class Slow(callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if env.index == 1:
+                time.sleep(0.3)
+
+    small = {"x": X[:80], "y": Y[:80]}
+    monitors = [Slow(), tfdist.callbacks.WorkerMonitor(), tfdist.callbacks.CommunicationMonitor()]
+    return train(env, **small, epochs=2, callbacks=monitors, batch_logs=False)[1]
+
+
+def both_are_told(workers):
+    for arrays in workers:
+        message = str(arrays["own/message"])
+        assert "LearningRateWarmup: start must be the same on all workers" in message
+        assert "worker 0: 0.0, worker 1: 0.5" in message
+
+
+@CASES.case(topologies=WORKERS, compare=(), check=both_are_told)
+def warmups_that_differ(env):
+    warmup = tfdist.callbacks.LearningRateWarmup(steps=4, start=0.5 * env.index)
+    message = "nothing was raised"
+    try:
+        train(env, callbacks=[warmup])
+    except RuntimeError as error:
+        message = str(error)
+    return {"own/message": message}

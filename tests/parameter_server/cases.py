@@ -44,7 +44,7 @@ _TRIED = """
     uneven_last_batch only_batch_of_one_row metrics_binary metrics_weighted
     evaluate_3_steps_per_execution predict_dict predict_3_steps_per_execution predict_strings
     adam momentum adamw global_clipnorm ema_overwrite accumulation_clipped schedule mixed_float16
-    overflow_on_one_replica execution_3_steps on_batch fit_twice_and_recompile
+    overflow_on_one_replica execution_3_steps on_batch fit_twice_and_recompile warmed_up
 """.split()  # noqa: SIM905
 # Those that also run in shards, with several devices in a worker, or without servers.
 _IN_SHARDS = {
@@ -96,6 +96,11 @@ def _counts_each_row_once(workers):
     assert chief["iterations"] == len(chief["log/rows"]) * len(X) // BATCH
     assert len(chief["log/staleness_mean"]) == len(chief["log/rows"])
     assert sum(chief["steps"]) == len(X) // BATCH
+    rows = chief["log/examples_per_second"] * chief["log/step_seconds"]
+    np.testing.assert_allclose(rows, BATCH)
+    seconds = chief["busy"][chief["steps"] > 0]
+    assert len(chief["busy"]) == 2
+    assert (seconds > 0).all()
 
 
 @_OWN.case(topologies=ASYNC, compare=(), check=_counts_each_row_once)
@@ -115,8 +120,10 @@ def asynchronous_fit(env):
     assert list((env.directory / "tensorboard").iterdir())
     assert all(sum(counts) == len(X) // BATCH for counts in history["staleness_histogram"])
     steps = history["steps_by_worker"][-1]
+    busy = history["busy_seconds_by_worker"][-1]
     arrays = by_name("log", {k: v for k, v in history.items() if isinstance(v[0], float)})
-    return arrays | {"iterations": int(model.optimizer.iterations), "steps": steps}
+    counts = {"iterations": int(model.optimizer.iterations), "steps": steps, "busy": busy}
+    return arrays | counts
 
 
 def _saved_files_agree(workers):
@@ -273,6 +280,26 @@ def rows_of_a_table_in_shards(env):
         "changed": int((before != after).any(1).sum()) - 1,
         "off": np.abs(after - expected).max() + np.abs(np.array(rows) - before[indices]).max(),
     }
+
+
+def _acts_on_the_chief(workers):
+    (chief,) = workers
+    assert chief["iterations"] == 1  # no other step is under way before the first is finished
+    assert chief["stopped"]
+    # One worker's batch makes an update, so there is nothing to scale by; 1 of 4 to warm up.
+    np.testing.assert_allclose(chief["log/effective_learning_rate"], [0.1 / 4])
+
+
+@_OWN.case(topologies=("ps_async",), compare=(), check=_acts_on_the_chief)
+def callbacks_on_the_chief(env):
+    stop = tfdist.callbacks.DeadlineStop(at=0)
+    others = [
+        tfdist.callbacks.LearningRateWarmup(steps=4),
+        tfdist.callbacks.ScaleLearningRate(),
+        tfdist.callbacks.MetricAverage(),
+    ]
+    model, arrays = train(env, callbacks=[*others, stop], epochs=3, batch_logs=False)
+    return arrays | {"iterations": int(model.optimizer.iterations), "stopped": stop.stopped}
 
 
 CASES = [*_CONFORMANCE, *_OWN]
