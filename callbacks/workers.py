@@ -37,7 +37,8 @@ class WorkerMonitor(keras.callbacks.Callback):
     ``memory_megabytes_by_worker``    as above (not under a ``ParameterServerStrategy``)
     ``straggler``                     int, the number of the worker that takes longer per step than
                                       ``straggler_ratio`` times the median of the others; -1 if
-                                      there is none. The chief prints its name
+                                      there is none. The chief prints its name when it is the
+                                      same one in two epochs in a row
     ================================  =============================================================
 
     And under a ``ParameterServerStrategy``:
@@ -78,6 +79,7 @@ class WorkerMonitor(keras.callbacks.Callback):
         self._ratio = straggler_ratio
         self._writer = None
         self._training = None  # how the steps of this epoch went, once they are over
+        self._straggler = -1  # of the epoch before
 
     def set_model(self, model):
         super().set_model(model)
@@ -185,8 +187,9 @@ class WorkerMonitor(keras.callbacks.Callback):
         busy = [float("nan") if seconds is None else seconds for seconds in busy]
         logs["busy_seconds_by_worker"] = busy
         logs["straggler"], times = straggler(busy, self._ratio)
-        if logs["straggler"] >= 0 and (board is None or board.rank == 0):
-            number = logs["straggler"]
+        last, self._straggler = self._straggler, logs["straggler"]
+        if last == self._straggler >= 0 and (board is None or board.rank == 0):
+            number = self._straggler
             label = f"worker {number}" if board is None else board.labels[number]
             print(
                 f"tfdist: {label} is slow: {busy[number]:.3g} s of work in a step, {times:.1f} "
