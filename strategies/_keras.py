@@ -726,8 +726,12 @@ def stage_of_layer(layer):
 
 def stage_of_node(node):
     """The stage of a node's layer, or else of the model that the layer is in."""
-    stage = stage_of_layer(node.operation)
-    return stage_of_layer(node.outer) if stage is None and hasattr(node, "outer") else stage
+    return node.stage if isinstance(node, InnerNode) else stage_of_layer(node.operation)
+
+
+def name_of_node(node):
+    """The name of a node's layer; after that of the model that the layer is in."""
+    return node.name if isinstance(node, InnerNode) else node.operation.name
 
 
 def _any_symbolic(nest):
@@ -774,8 +778,10 @@ class InnerNode:
                 outer_of[id(symbol)] = keras.KerasTensor(symbol.shape, symbol.dtype)
             return outer_of[id(symbol)]
 
-        self.operation, self.outer = node.operation, outer
-        self.name = f"{outer.name}/{getattr(node, 'name', node.operation.name)}"
+        self.operation = node.operation
+        self.name = f"{outer.name}/{name_of_node(node)}"
+        inner_stage = stage_of_node(node)
+        self.stage = stage_of_layer(outer) if inner_stage is None else inner_stage
         self.input_tensors = [to_outer(symbol) for symbol in node.input_tensors]
         self.outputs = [to_outer(symbol) for symbol in node.outputs]
         args, kwargs = node.arguments.convert(to_outer)
@@ -814,6 +820,11 @@ def compute(node, tensors, operation_of):
     outputs = operation_of(node.operation)(*args, **kwargs)
     for symbol, value in zip(node.outputs, tree.flatten(outputs), strict=True):
         tensors[id(symbol)] = value
+
+
+def in_training(operation):
+    """What is called in the place of a layer or operation of a model that trains."""
+    return functional.operation_fn(operation, training=True)
 
 
 def attention_layers(layer):

@@ -24,7 +24,7 @@ class Unit(NamedTuple):
         parameters: number of its weights.
         flops: floating-point operations of its forward pass, for one row; estimated.
         activations: bytes of its outputs for one row.
-        cost: what is balanced.
+        cost: what is balanced, in any unit; seconds where it is measured.
     """
 
     name: str
@@ -43,10 +43,11 @@ class Plan:
         stages: list of lists of :class:`Unit`.
         splits: dict from the id of a layer to how its weights are split over ``tensor`` devices.
         tensor: int.
+        is_measured: whether the costs of the units are measured.
     """
 
-    def __init__(self, model, graph, stages, splits, tensor):
-        self.model, self.graph = model, graph
+    def __init__(self, model, graph, stages, splits, tensor, is_measured=False):
+        self.model, self.graph, self.is_measured = model, graph, is_measured
         self.stages = stages
         self.splits = splits
         self.tensor = tensor
@@ -79,7 +80,8 @@ class Plan:
 
     def as_text(self):
         """What :meth:`summary` prints."""
-        head = ("stage", "layers", "from", "to", "parameters", "MFLOPs/row", "kB/row", "share")
+        share = "measured share" if self.is_measured else "share"
+        head = ("stage", "layers", "from", "to", "parameters", "MFLOPs/row", "kB/row", share)
         rows = []
         for number, (units, share) in enumerate(zip(self.stages, self.shares(), strict=True)):
             rows.append(
@@ -136,7 +138,7 @@ class Plan:
         return None
 
 
-def make_plan(model, *, num_stages, tensor, how, layout):
+def make_plan(model, *, num_stages, tensor, how, layout, measure=None):
     """Plans how a built model is split.
 
     Args:
@@ -145,6 +147,7 @@ def make_plan(model, *, num_stages, tensor, how, layout):
         tensor: int, over how many devices layers are split.
         how: a :class:`tfdist.parallel.Automatic`, or a list of names of last layers.
         layout: dict from patterns of variable paths to axes, or None.
+        measure: ``measure(graph, nodes, rows) -> list of seconds``, for costs that are measured.
 
     Raises:
         ValueError: the model can't be split so; says why and what fits.
@@ -152,7 +155,11 @@ def make_plan(model, *, num_stages, tensor, how, layout):
     graph = _keras.graph_of(model)
     units = _units_of_graph(graph) if graph is not None else _units_of_layers(model)
     splits = _splits(model, tensor, layout or {})
-    tags = [_keras.stage_of_layer(unit.operation) for unit in units]
+    is_measured = False
+    tags = [
+        _keras.stage_of_layer(u.operation) if u.node is None else _keras.stage_of_node(u.node)
+        for u in units
+    ]
     if any(tag is not None for tag in tags):
         stages = _by_tags(units, tags, num_stages)
     elif graph is None and num_stages > 1:
@@ -172,9 +179,13 @@ def make_plan(model, *, num_stages, tensor, how, layout):
         stages = _in_lengths(units, lengths)
     else:
         limit = how.memory_limit
+        is_measured = how.cost == "measured" and num_stages > 1
+        if is_measured:
+            costs = measure(graph, [unit.node for unit in units], how.rows)
+            units = [u._replace(cost=cost) for u, cost in zip(units, costs, strict=True)]
         blocks = [Block(u.name, u.cost, _bytes_of(u, splits, tensor)) for u in units]
         stages = _in_lengths(units, cut(blocks, num_stages, limit))
-    return Plan(model, graph, stages, splits, tensor)
+    return Plan(model, graph, stages, splits, tensor, is_measured)
 
 
 def _in_lengths(units, lengths):
@@ -242,7 +253,8 @@ def _unit(operation, node, outputs, is_first):
         if isinstance(layer, keras.layers.MultiHeadAttention):
             flops += 4.0 * positions * positions * layer.num_heads * layer.key_dim
     cost = flops + _COST_OF_AN_ELEMENT * elements
-    return Unit(operation.name, operation, node, parameters, flops, 4 * elements, cost)
+    name = operation.name if node is None else _keras.name_of_node(node)
+    return Unit(name, operation, node, parameters, flops, 4 * elements, cost)
 
 
 def _with_sublayers(operation):

@@ -10,7 +10,7 @@ import threading
 import time
 
 import tensorflow as tf
-from tensorflow.python.eager import context
+from tensorflow.python.eager import cancellation, context
 
 
 class Watchdog:
@@ -46,11 +46,47 @@ class Watchdog:
             time.sleep(pause)
             began = self._began
             if began is not None and time.monotonic() - began > self.limit_seconds:
-                context.context().abort_collective_ops(
-                    tf.errors.DEADLINE_EXCEEDED,
-                    f"tfdist: a step did not end within {self.limit_seconds:.0f} s. Another worker "
-                    "is stuck, busy with something else, or does not make the same calls as this "
-                    "one. For longer steps, give the strategy "
-                    "tf.distribute.experimental.CommunicationOptions(timeout_seconds=...).",
-                )
+                self._abort()
                 return
+
+    def _abort(self):
+        context.context().abort_collective_ops(
+            tf.errors.DEADLINE_EXCEEDED,
+            f"tfdist: a step did not end within {self.limit_seconds:.0f} s. Another worker "
+            "is stuck, busy with something else, or does not make the same calls as this "
+            "one. For longer steps, give the strategy "
+            "tf.distribute.experimental.CommunicationOptions(timeout_seconds=...).",
+        )
+
+
+class CancellingWatchdog(Watchdog):
+    """Cancels a step that runs on devices of other processes, too, when it does not end.
+
+    Args:
+        limit_seconds: how long a step may take, tracing included.
+    """
+
+    @contextlib.contextmanager
+    def watching(self):
+        """What runs in this context may take ``limit_seconds``, then it is cancelled.
+
+        Raises:
+            tf.errors.DeadlineExceededError: it was.
+        """
+        self._manager = manager = cancellation.CancellationManager()
+        try:
+            with super().watching(), cancellation.CancellationManagerContext(manager):
+                yield
+        except tf.errors.OpError as error:
+            if not manager.is_cancelled:
+                raise
+            raise tf.errors.DeadlineExceededError(
+                None,
+                None,
+                f"tfdist: a step did not end within {self.limit_seconds:.0f} s. A process whose "
+                "devices it uses is stuck or can't be reached. For longer steps, set "
+                "TFDIST_STEP_TIMEOUT (seconds).",
+            ) from error
+
+    def _abort(self):
+        self._manager.start_cancel()

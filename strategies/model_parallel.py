@@ -1,6 +1,8 @@
 """A model split over devices: by layers, by the weights of layers, and copies of all that."""
 
 import contextlib
+import functools
+import os
 import threading
 import weakref
 from typing import NamedTuple
@@ -16,12 +18,18 @@ from tfdist.parallel import cut_from
 from tfdist.schedules import SCHEDULES
 from tfdist.strategies import _keras, _stages
 from tfdist.strategies._collective import ReplicaCollective, launcher_for
+from tfdist.strategies._measured import measured_costs
 from tfdist.strategies._placed import joined
 from tfdist.strategies._plan import make_plan
 from tfdist.strategies._replicated import Replicated, ReplicatedExtended, exchange_for
+from tfdist.strategies._serving import connect, require_fresh_context, serve, wait_for
 from tfdist.strategies._split_variables import SplitVariable
+from tfdist.strategies._watchdog import CancellingWatchdog
 from tfdist.strategies._whole_variable import acting_as_shard
 from tfdist.strategies.multi_worker import MultiWorkerExtended, join_workers
+
+_STEP_TIMEOUT_SECONDS = 1800.0
+_MASTER_PATIENCE_SECONDS = 3.0
 
 
 class Settings(NamedTuple):
@@ -276,7 +284,10 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
 
     Args:
         devices: list of device names, by default all GPUs of this process, or its logical CPUs.
-            The first ``stages * tensor`` are the first copy's, and so on.
+            The first ``stages * tensor`` are the first copy's, and so on. Names with a task, such
+            as "/job:worker/task:1/device:GPU:0", spread one copy over several processes of the
+            cluster: the task of the first one runs the program; the others serve, and do not
+            return from this call.
         stages: into how many stages the layers are cut.
         tensor: over how many devices the weights of a layer are split, in every stage.
         data: how many copies there are, over all workers; by default as many as the devices allow.
@@ -302,6 +313,8 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
 
     Raises:
         ValueError: an argument is wrong, or there are too few devices.
+        tfdist.cluster.PeersUnreachable: a process whose devices are named does not answer in time.
+        RuntimeError: devices of other processes are named after TensorFlow was used.
 
     References: Huang et al. 2019, "GPipe"; Shoeybi et al. 2019, "Megatron-LM"; Narayanan et al.
     2021, "Efficient Large-Scale Language Model Training on GPU Clusters".
@@ -343,11 +356,15 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
         self._set_collective_keys()
         members = cluster.resolve()
         size = stages * tensor
-        if members.num_workers > 1 and members.task_type in ("chief", "worker"):
+        tasks = _tasks_of(devices, members, data)
+        if tasks:
+            self._join(members, tasks)
+        elif members.num_workers > 1 and members.task_type in ("chief", "worker"):
             if devices is not None:
                 raise ValueError(
                     "devices: under several workers each uses all its devices. Give None, and set "
-                    "CUDA_VISIBLE_DEVICES or logical devices."
+                    "CUDA_VISIBLE_DEVICES or logical devices. (For stages in several processes, "
+                    "name the tasks: '/job:worker/task:1/device:GPU:0'.)"
                 )
             if data is not None and data % members.num_workers:
                 raise ValueError(
@@ -368,6 +385,18 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
         groups = _groups_of(names, size, data)
         distribute_lib.Strategy.__init__(self, _LocalExtended(self, groups, exchange))
         self.extended.board = None
+        if tasks:
+            limit = float(os.environ.get("TFDIST_STEP_TIMEOUT") or _STEP_TIMEOUT_SECONDS)
+            self.extended.watchdog = CancellingWatchdog(limit)
+
+    def _join(self, members, tasks):
+        """Serves, and ends the process, unless this is the task that runs the program."""
+        job, index = tasks[0]
+        if (members.task_type, members.task_index) != (job, index):
+            serve(members, members.jobs[job][index], _MASTER_PATIENCE_SECONDS)
+        require_fresh_context("ModelParallelStrategy")
+        wait_for(members, tasks[1:])
+        connect(members)
 
     def split(self, model):
         """Plans and splits a built model; ``fit``, ``evaluate`` and ``predict`` do so themselves.
@@ -397,6 +426,7 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
                 tensor=self.settings.tensor,
                 how=self._cut,
                 layout=self._layout,
+                measure=functools.partial(self._measured_costs, model),
             )
             # (not through Keras, which tracks what models hold)
             object.__setattr__(model, "_tfdist_plan", plan)
@@ -404,6 +434,22 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
             self._place(model, plan)
         self.plan = plan
         return plan
+
+    def _measured_costs(self, model, graph, nodes, rows):
+        """What each node costs, the same on all workers."""
+        board, device = self.extended.board, self.extended.groups[0][0]
+        if board is None:
+            return measured_costs(model, graph, nodes, rows, device)
+        costs = error = None
+        if board.rank == 0:
+            try:
+                costs = measured_costs(model, graph, nodes, rows, device)
+            except ValueError as raised:
+                error = str(raised)
+        costs, error = board.from_chief("costs of layers", [costs, error])
+        if error is not None:
+            raise ValueError(error)
+        return costs
 
     def _place(self, model, plan):
         extended, tensor = self.extended, self.settings.tensor
@@ -534,6 +580,33 @@ def _axis_of(variable):
 def _require_positive(name, value):
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}.")
+
+
+def _tasks_of(devices, members, data):
+    """The tasks that these devices belong to, in their order; none where they name none."""
+    specs = [tf.DeviceSpec.from_string(_named(device)) for device in devices or ()]
+    if all(spec.job is None for spec in specs):
+        return []
+    tasks = list(dict.fromkeys((spec.job, spec.task or 0) for spec in specs))
+    there = [(job, i) for job, addresses in members.jobs.items() for i in range(len(addresses))]
+    for device, spec in zip(devices, specs, strict=True):
+        if spec.job is None:
+            raise ValueError(
+                f"devices: {device} does not say of which task it is, but others do. Write, for "
+                f"instance, /job:worker/task:0/{_named(device).lstrip('/')}."
+            )
+        if (spec.job, spec.task or 0) not in there:
+            known = ", ".join(f"/job:{job}/task:{i}" for job, i in there)
+            raise ValueError(
+                f"devices: {device} is of no task of the cluster ({members.source}), which has "
+                f"{known or 'no tasks'}. Start the program with `tfdist run -n {len(tasks)}`."
+            )
+    if len(tasks) > 1 and data not in (None, 1):
+        raise ValueError(
+            f"data={data}: a model whose stages are in several processes has one copy. For copies "
+            "in several processes, give no `devices`: each worker then splits over its own."
+        )
+    return tasks
 
 
 def _named(device):

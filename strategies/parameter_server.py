@@ -3,10 +3,7 @@
 import contextlib
 import functools
 import os
-import socket
-import sys
 import threading
-import time
 
 import numpy as np
 import tensorflow as tf
@@ -28,6 +25,7 @@ from tfdist.strategies._server_variables import (
     TotalVariable,
     on_servers,
 )
+from tfdist.strategies._serving import cluster_spec, require_fresh_context, serve, wait_for
 from tfdist.strategies._step import current_step
 from tfdist.strategies._transport import PULL_DTYPES, Transport
 from tfdist.strategies._whole_variable import acting_as_shard
@@ -35,7 +33,6 @@ from tfdist.strategies._worker_step import WorkerStep
 
 _STEP_TIMEOUT_SECONDS = 300.0
 _CHIEF_TIMEOUT_SECONDS = 120.0
-_CHIEF_POLL_SECONDS = 2.0
 _CHIEF_DEVICE = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
@@ -243,9 +240,11 @@ class ParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy
         self.board = None
         _check(members, self.settings)
         if members.task_type != "chief":
-            _serve(members)  # does not return
-        _require_fresh_context()
-        _wait_for_peers(members)
+            limit = float(os.environ.get("TFDIST_CHIEF_TIMEOUT") or _CHIEF_TIMEOUT_SECONDS)
+            serve(members, members.jobs["chief"][0], limit)  # does not return
+        require_fresh_context("ParameterServerStrategy")
+        tasks = [(j, i) for j in ("worker", "ps") for i in range(len(members.jobs.get(j, ())))]
+        wait_for(members, tasks)
         self._num_workers = len(members.jobs["worker"])
         self._num_ps = servers
         self._cluster_resolver = _resolver(members)
@@ -606,58 +605,13 @@ def _check(members, settings):
         )
 
 
-def _require_fresh_context():
-    if context.context()._context_handle is not None:
-        raise RuntimeError(
-            "ParameterServerStrategy must be made before TensorFlow runs its first operation, "
-            "because connecting to the cluster makes all devices anew. Move "
-            "`strategy = tfdist.ParameterServerStrategy()` to the top of the program, right after "
-            "the imports."
-        )
-
-
 def _resolver(members):
-    jobs = {
-        job: list(members.jobs[job]) for job in ("chief", "worker", "ps") if job in members.jobs
-    }
     return tf.distribute.cluster_resolver.SimpleClusterResolver(
-        tf.train.ClusterSpec(jobs),
+        cluster_spec(members),
         task_type=members.task_type,
         task_id=members.task_index,
         rpc_layer="grpc",
     )
-
-
-def _wait_for_peers(members):
-    """Returns when all workers and servers listen.
-
-    Raises:
-        tfdist.cluster.PeersUnreachable: some did not in time.
-    """
-    deadline = time.monotonic() + members.startup_timeout_seconds
-    missing = [
-        (cluster.task_label(job, index), address)
-        for job in ("worker", "ps")
-        for index, address in enumerate(members.jobs.get(job, ()))
-    ]
-    while missing:
-        missing = [peer for peer in missing if not _answers(peer[1])]
-        if missing and time.monotonic() > deadline:
-            names = [f"{label} ({address})" for label, address in missing]
-            raise cluster.PeersUnreachable(
-                f"No answer within {members.startup_timeout_seconds:.0f} s from "
-                f"{', '.join(names)}. Start the same program there, with the same cluster.",
-                [label for label, _ in missing],
-            )
-        if missing:
-            time.sleep(0.2)
-
-
-def _answers(address):
-    with contextlib.suppress(OSError):
-        socket.create_connection(cluster.split_address(address), timeout=2.0).close()
-        return True
-    return False
 
 
 def _connect(members, resolver, is_colocated):
@@ -683,46 +637,3 @@ def _connect(members, resolver, is_colocated):
     )
     context.set_server_def_retries(5)
     context.ensure_initialized()
-
-
-def _serve(members):
-    """Runs TensorFlow's server until the chief is gone, then ends the process."""
-    config = tf.compat.v1.ConfigProto()
-    # Fewer threads than steps and servers that wait for one another would block the process.
-    num_workers = len(members.jobs["worker"])
-    config.inter_op_parallelism_threads = max(os.cpu_count() or 1, num_workers + 2)
-    if threads := os.environ.get("TF_NUM_INTRAOP_THREADS"):
-        config.intra_op_parallelism_threads = int(threads)
-    (cpu, *_) = tf.config.list_physical_devices("CPU")
-    logical = len(tf.config.get_logical_device_configuration(cpu) or ())
-    if members.task_type == "worker" and logical > 1:
-        config.device_count["CPU"] = logical
-    if members.task_type == "ps":
-        config.device_count["GPU"] = 0
-    spec = _resolver(members).cluster_spec()
-    server = tf.distribute.Server(
-        spec,
-        job_name=members.task_type,
-        task_index=members.task_index,
-        protocol="grpc",
-        config=config,
-    )
-    _leave_after(members, members.jobs["chief"][0])
-    del server
-    sys.exit(0)
-
-
-def _leave_after(members, chief):
-    """Returns when the chief, once seen, has not answered for some time."""
-    limit = float(os.environ.get("TFDIST_CHIEF_TIMEOUT") or _CHIEF_TIMEOUT_SECONDS)
-    began = last_seen = time.monotonic()
-    was_seen = False
-    while True:
-        time.sleep(_CHIEF_POLL_SECONDS)
-        now = time.monotonic()
-        if _answers(chief):
-            was_seen, last_seen = True, now
-        elif now - last_seen > (limit if was_seen else max(limit, members.startup_timeout_seconds)):
-            what = f"for {now - last_seen:.0f} s" if was_seen else f"since {now - began:.0f} s"
-            print(f"tfdist: the chief ({chief}) has not answered {what}; {members.label} ends.")
-            return

@@ -44,6 +44,11 @@ class Topology(NamedTuple):
     def has_chief(self):
         return self.servers > 0 or "--colocate-ps" in self.options
 
+    @property
+    def is_led(self):
+        """Whether the first process drives the others, and alone reports."""
+        return self.has_chief or any("/job:" in option for option in self.options)
+
     def tasks(self):
         """``(addresses, [(job, index), ...])`` of the processes to start."""
         if not self.has_chief:
@@ -55,6 +60,8 @@ class Topology(NamedTuple):
         return jobs, [(job, i) for job, own in jobs.items() for i in range(len(own))]
 
 
+_SPLIT_PROCESSES = """{"stages": 2, "micro_batches": 2,
+    "devices": ["/job:worker/task:0/CPU:0", "/job:worker/task:1/CPU:0"]}"""
 _SPLIT_ALL = '{"stages": 2, "tensor": 2, "data": 2, "micro_batches": 2, "schedule": "gpipe"}'
 TOPOLOGIES = {
     "single": Topology(0, 1),
@@ -65,6 +72,7 @@ TOPOLOGIES = {
     "split_stages": Topology(1, 4, options=("--split", '{"stages": 2, "data": 2}')),
     "split_all": Topology(1, 8, options=("--split", _SPLIT_ALL)),
     "split_workers": Topology(2, 2, options=("--split", '{"stages": 2}')),
+    "split_processes": Topology(2, 1, options=("--split", _SPLIT_PROCESSES)),
     "ps": Topology(2, 1, 2),
     "ps_shards": Topology(2, 1, 2, ("--shards",)),
     "ps_2x2": Topology(2, 2, 1),
@@ -131,7 +139,7 @@ class CaseCluster:
         self.cases = list(cases)
         self.directory = Path(directory)
         self.strategies = strategies
-        self.indices = range(1 if self.shape.has_chief else max(self.shape.workers, 1))
+        self.indices = range(1 if self.shape.is_led else max(self.shape.workers, 1))
         self._processes = []
         self._attempt = 0
         self._closed = threading.Event()
@@ -222,8 +230,8 @@ class CaseCluster:
     def _watch(self, cases):
         deadline = time.monotonic() + START_SECONDS + CASE_SECONDS
         pending, failed = list(cases), False
-        # A chief comes first, and what it drives serves until it is ended.
-        waits_for = self._processes[:1] if self.shape.has_chief else self._processes
+        # Who drives comes first, and what it drives serves until it is ended.
+        waits_for = self._processes[:1] if self.shape.is_led else self._processes
         while any(p.poll() is None for p in waits_for):
             time.sleep(POLL_SECONDS)
             while pending and self._reported(pending[0]):

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 _making = threading.local()
 
+COSTS = ("estimated", "measured")
+
 
 class Automatic(NamedTuple):
     """Stages are cut so that the most expensive one costs the least.
@@ -14,23 +16,34 @@ class Automatic(NamedTuple):
     """
 
     memory_limit: int | None = None
+    cost: str = "estimated"
+    rows: int = 8
 
 
-def automatic(memory_limit=None):
-    """For ``cut``: stages of equal work, by an estimate from the shapes of the layers.
+def automatic(memory_limit=None, *, cost="estimated", rows=8):
+    """For ``cut``: stages of equal work.
 
     Args:
         memory_limit: bytes that the weights of a stage, their gradients and two slots of an
             optimizer may take on a device; None for no limit.
+        cost: what the work of a layer is. "estimated": floating-point operations and elements
+            written, from its shapes. "measured": the time of its forward and backward pass on
+            the first device, which is measured when the model is split.
+        rows: of the batch with which layers are measured; best those of a micro-batch.
 
     Raises:
-        ValueError: the limit is not a positive number.
+        ValueError: the limit is not a positive number, ``cost`` is another word, or ``rows`` is
+            not a positive integer.
     """
+    if cost not in COSTS:
+        raise ValueError(f"cost: expected one of {COSTS}, got {cost!r}.")
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"rows: expected an integer of at least 1, got {rows!r}.")
     if memory_limit is not None and not memory_limit > 0:
         raise ValueError(
             f"memory_limit: expected a positive number of bytes, got {memory_limit!r}."
         )
-    return Automatic(memory_limit)
+    return Automatic(memory_limit, cost, rows)
 
 
 class _Stage(contextlib.ContextDecorator):

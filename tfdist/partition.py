@@ -111,6 +111,9 @@ def cut_after(names, last_names):
     """
     ends = []
     for name in last_names:
+        within = [known for known in names if known.startswith(f"{name}/")]
+        if name not in names and within:
+            name = within[-1]  # a model in the model ends with the last of its layers
         if name not in names:
             close = [n for n in names if name.lower() in n.lower() or n.lower() in name.lower()]
             hint = f" Did you mean {close[:5]}?" if close else f" It has {names[:20]}."

@@ -136,10 +136,12 @@ def main():
         raise RuntimeError(
             f"expected {args.devices * args.workers} replicas, got {strategy.num_replicas_in_sync}"
         )
+    # The chief, or the process that has other processes' devices, runs the cases alone.
+    is_led = servers is not None or (args.split is not None and "devices" in args.split)
     for name in args.cases.split(","):
         directory = args.out / f"{name}-files"
         directory.mkdir(exist_ok=True)
-        workers = args.workers if servers is None else 1  # only the chief runs cases
+        workers = 1 if is_led else args.workers
         env = Env(strategy, args.index, workers, args.devices, directory)
         keras.utils.clear_session()
         gc.collect()
@@ -156,7 +158,7 @@ def main():
             if strategy is not None:
                 sys.stdout.flush()
                 os._exit(1)
-    if args.workers > 1 and servers is None:
+    if args.workers > 1 and not is_led:
         # A worker that leaves early would look like a crash to the others.
         Env(strategy, args.index, args.workers, args.devices, args.out).barrier("end")
 

@@ -17,11 +17,13 @@ _TRIED = """
     execution_3_steps on_batch fit_twice_and_recompile warmed_up
 """.split()  # noqa: SIM905
 _ON_WORKERS = {"adam", "functional", "global_clipnorm", "uneven_last_batch", "execution_3_steps"}
+_IN_PROCESSES = {"adam", "embedding", "global_clipnorm", "uneven_last_batch", "execution_3_steps"}
 
 
 def _topologies(name):
     workers = ["split_workers"] if name in _ON_WORKERS else []
-    return ("split_stages", "split_all", *workers)
+    processes = ["split_processes"] if name in _IN_PROCESSES else []
+    return ("split_stages", "split_all", *workers, *processes)
 
 
 CASES = [
