@@ -56,13 +56,19 @@ def wait_for(members, tasks):
             time.sleep(0.2)
 
 
-def connect(members):
-    """Makes the devices of all tasks known to this one, which runs the program."""
+def connect(members, filters=None):
+    """Makes the devices of all tasks known to this one, which runs the program.
+
+    Args:
+        members: the :class:`tfdist.cluster.Cluster`.
+        filters: a ``tf.config.experimental.ClusterDeviceFilters``: which tasks see one another.
+    """
     tf.config.experimental_connect_to_cluster(
         cluster_spec(members),
         job_name=members.task_type,
         task_index=members.task_index,
         protocol="grpc",
+        cluster_device_filters=filters,
         make_master_device_default=True,
     )
     context.ensure_initialized()

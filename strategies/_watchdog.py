@@ -6,11 +6,16 @@ runs out of threads within minutes. One thread that looks at the clock now and t
 """
 
 import contextlib
+import faulthandler
+import os
+import sys
 import threading
 import time
 
 import tensorflow as tf
 from tensorflow.python.eager import cancellation, context
+
+_CANCEL_SECONDS = 5.0
 
 
 class Watchdog:
@@ -31,7 +36,7 @@ class Watchdog:
 
         They raise ``tf.errors.DeadlineExceededError``, or an error that follows from it.
         """
-        if self._thread is None:
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(target=self._watch, name="tfdist watchdog", daemon=True)
             self._thread.start()
         self._began = time.monotonic()
@@ -62,6 +67,9 @@ class Watchdog:
 class CancellingWatchdog(Watchdog):
     """Cancels a step that runs on devices of other processes, too, when it does not end.
 
+    TensorFlow gives up what runs here, but goes on to wait for the answer of a process that has
+    stopped. Where that does not come either, this process ends, so that a launcher can start anew.
+
     Args:
         limit_seconds: how long a step may take, tracing included.
     """
@@ -74,19 +82,30 @@ class CancellingWatchdog(Watchdog):
             tf.errors.DeadlineExceededError: it was.
         """
         self._manager = manager = cancellation.CancellationManager()
+        self._cancelled = None
         try:
             with super().watching(), cancellation.CancellationManagerContext(manager):
                 yield
         except tf.errors.OpError as error:
-            if not manager.is_cancelled:
+            if self._cancelled is not manager:
                 raise
-            raise tf.errors.DeadlineExceededError(
-                None,
-                None,
-                f"tfdist: a step did not end within {self.limit_seconds:.0f} s. A process whose "
-                "devices it uses is stuck or can't be reached. For longer steps, set "
-                "TFDIST_STEP_TIMEOUT (seconds).",
-            ) from error
+            raise tf.errors.DeadlineExceededError(None, None, self._message()) from error
+
+    def _message(self):
+        return (
+            f"tfdist: a step did not end within {self.limit_seconds:.0f} s. A process whose "
+            "devices it uses is stuck or can't be reached. For longer steps, set "
+            "TFDIST_STEP_TIMEOUT (seconds)."
+        )
 
     def _abort(self):
+        self._cancelled = self._manager
         self._manager.start_cancel()
+        limit = time.monotonic() + _CANCEL_SECONDS
+        while self._began is not None and time.monotonic() < limit:
+            time.sleep(0.1)
+        if self._began is not None:
+            print(f"{self._message()} It can't be cancelled; this process ends.", file=sys.stderr)
+            faulthandler.dump_traceback()
+            sys.stdout.flush()
+            os._exit(os.EX_UNAVAILABLE)

@@ -11,7 +11,6 @@ from tensorflow.python.distribute import (
     distribute_lib,
     parameter_server_strategy_v2,
 )
-from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 from tfdist import cluster
@@ -25,7 +24,7 @@ from tfdist.strategies._server_variables import (
     TotalVariable,
     on_servers,
 )
-from tfdist.strategies._serving import cluster_spec, require_fresh_context, serve, wait_for
+from tfdist.strategies._serving import cluster_spec, connect, require_fresh_context, serve, wait_for
 from tfdist.strategies._step import current_step
 from tfdist.strategies._transport import PULL_DTYPES, Transport
 from tfdist.strategies._whole_variable import acting_as_shard
@@ -250,7 +249,7 @@ class ParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy
         self._cluster_resolver = _resolver(members)
         self._cluster_coordinator = None
         is_colocated = "ps" not in members.jobs
-        _connect(members, self._cluster_resolver, is_colocated)
+        connect(members, None if is_colocated else _filters(members))
         self._should_use_with_coordinator = True
         self._canonicalize_devices = False
         self._is_parameter_server_strategy_v2 = True
@@ -614,26 +613,11 @@ def _resolver(members):
     )
 
 
-def _connect(members, resolver, is_colocated):
-    """Connects the chief to all servers."""
-    spec = resolver.cluster_spec()
+def _filters(members):
+    """Lets workers see servers and the chief, but not one another."""
     filters = tf.config.experimental.ClusterDeviceFilters()
-    num_workers = spec.num_tasks("worker")
-    if not is_colocated:
-        for i in range(num_workers):
-            filters.set_device_filters("worker", i, ["/job:ps", "/job:chief"])
-        for i in range(spec.num_tasks("ps")):
-            filters.set_device_filters("ps", i, ["/job:worker", "/job:chief"])
-    # One request to a worker at a time, and no asynchronous executors: TensorFlow's own strategy
-    # sets the same, since its handling of failures depends on it.
-    os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
-    os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
-    tf.config.experimental_connect_to_cluster(
-        spec,
-        job_name="chief",
-        protocol="grpc",
-        cluster_device_filters=filters,
-        make_master_device_default=True,
-    )
-    context.set_server_def_retries(5)
-    context.ensure_initialized()
+    for i in range(len(members.jobs["worker"])):
+        filters.set_device_filters("worker", i, ["/job:ps", "/job:chief"])
+    for i in range(len(members.jobs["ps"])):
+        filters.set_device_filters("ps", i, ["/job:worker", "/job:chief"])
+    return filters

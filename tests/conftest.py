@@ -386,6 +386,12 @@ def worker_environment_fixture():
     return worker_environment
 
 
+@pytest.fixture(scope="session", name="free_addresses")
+def free_addresses_fixture():
+    """``free_addresses(count)``: loopback addresses whose ports are free now."""
+    return free_addresses
+
+
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """Runs the cases of the module's ``TABLE`` that its selected tests need."""

@@ -416,6 +416,7 @@ def test_plan_tells_what_is_where(tmp_path):
         ({"stages": 0}, "stages: expected an integer of at least 1, got 0"),
         ({"stages": 5, "data": 1}, "only 4 layers that can be told apart; use stages=4"),
         ({"devices": ["CPU:99"]}, "there is no /device:CPU:99"),
+        ({"devices": ["/job:worker/task:1/CPU:0"]}, "CPU:0 is of no task of the cluster"),
         ({"schedule": "both"}, "schedule: expected one of"),
         ({"cut": 3}, "cut: expected None"),
         ({"stages": 2, "cut": ["other"], "data": 1}, "the model has no layer 'other'"),
