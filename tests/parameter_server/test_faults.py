@@ -75,16 +75,42 @@ def test_death_of_a_server_is_one_clear_error(run):
     assert "ps 1 was killed by SIGKILL" in result.stderr
 
 
-@pytest.mark.parametrize("victim", ["ps-1", "chief-0"])
-def test_job_comes_back_from_its_last_checkpoint(run, victim):
+@pytest.mark.parametrize(
+    ("launcher", "victim"),
+    [
+        (["--ps", "2", "-n", "1"], "ps-1"),
+        (["--ps", "2", "-n", "1"], "chief-0"),
+        (["--colocate-ps", "-n", "2"], "worker-1"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_job_comes_back_from_its_last_checkpoint(run, launcher, victim):
     result, report = run(
-        ["--ps", "2", "-n", "1", "--max-restarts", "1"],
+        [*launcher, "--max-restarts", "1"],
         ["--harm", f"SIGKILL:{victim}", "--backup", "--shards"],
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert report["restart"] == 1
     assert report["epochs"] == [1, 2]  # the first one was saved
     assert report["iterations"] == 3 * STEPS  # restored, with the slots
+
+
+def test_a_worker_ends_whose_chief_does_not_come(tmp_path, worker_environment, free_addresses):
+    chief, worker, server = free_addresses(3)
+    jobs = {"chief": [chief], "worker": [worker], "ps": [server]}
+    env = worker_environment(jobs, 0, "worker")
+    cluster = json.loads(env["TF_CONFIG"]) | {"tfdist": {"startup_timeout_seconds": 1}}
+    env |= {"TF_CONFIG": json.dumps(cluster), "TFDIST_CHIEF_TIMEOUT": "1"}
+    result = subprocess.run(
+        [sys.executable, str(JOB), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=env,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert f"{chief}, which runs the program, has not answered" in result.stdout
+    assert "worker 0 ends" in result.stdout
 
 
 def test_nobody_gets_further_ahead_than_the_bound(run):
