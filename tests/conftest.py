@@ -72,6 +72,7 @@ TOPOLOGIES = {
     "split_stages": Topology(1, 4, options=("--split", '{"stages": 2, "data": 2}')),
     "split_all": Topology(1, 8, options=("--split", _SPLIT_ALL)),
     "split_workers": Topology(2, 2, options=("--split", '{"stages": 2}')),
+    "split_compressed": Topology(2, 4, options=("--split", '{"tensor": 2}', "--compressed")),
     "split_processes": Topology(2, 1, options=("--split", _SPLIT_PROCESSES)),
     "ps": Topology(2, 1, 2),
     "ps_shards": Topology(2, 1, 2, ("--shards",)),

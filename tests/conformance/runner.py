@@ -129,6 +129,11 @@ def main():
     args = parser.parse_args()
 
     servers = server_arguments(args) if args.servers else None
+    if args.split is not None and args.compressed:
+        import tfdist
+
+        # All elements are sent, so nothing is lost.
+        args.split["compression"] = tfdist.compression.top_k(1.0)
     strategy = make_strategy(args.strategies, args.workers, args.devices, servers, args.split)
     table = load_table(args.table)
     is_mirrored = strategy is not None and servers is None and args.split is None

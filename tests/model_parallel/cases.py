@@ -18,12 +18,14 @@ _TRIED = """
 """.split()  # noqa: SIM905
 _ON_WORKERS = {"adam", "functional", "global_clipnorm", "uneven_last_batch", "execution_3_steps"}
 _IN_PROCESSES = {"adam", "embedding", "global_clipnorm", "uneven_last_batch", "execution_3_steps"}
+_COMPRESSED = {"adam", "clipnorm", "functional"}
 
 
 def _topologies(name):
     workers = ["split_workers"] if name in _ON_WORKERS else []
     processes = ["split_processes"] if name in _IN_PROCESSES else []
-    return ("split_stages", "split_all", *workers, *processes)
+    compressed = ["split_compressed"] if name in _COMPRESSED else []
+    return ("split_stages", "split_all", *workers, *processes, *compressed)
 
 
 CASES = [
