@@ -1,6 +1,6 @@
 """Trains a model whose two stages are in two processes; harms the second one on the way.
 
-    job.py SIGNAL FOLDER
+    harmed.py SIGNAL FOLDER
 
 The first process prints what becomes of ``fit``.
 """
