@@ -14,8 +14,10 @@ import time
 
 import pytest
 
+from tfdist import _doctor, _placement, launch
 from tfdist import cluster as clusters
-from tfdist import launch
+from tfdist._output import split_lines
+from tfdist._ssh import ssh_command
 from tfdist.rendezvous import listen
 
 LAUNCH = [sys.executable, "-m", "tfdist.launch"]
@@ -182,7 +184,10 @@ def test_own_host_is_found():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--max-restarts", "2", "--hosts", "127.0.0.1"], "several hosts are not restarted yet"),
+        (["--max-restarts", "2", "--hosts", "192.0.2.1,127.0.0.1", "--ssh"], "on the first host"),
+        (["--min-workers", "2", "--chief", "--max-restarts", "1"], "--chief .*all are needed"),
+        (["--min-workers", "2", "--max-restarts", "1"], "more than the number of workers, 1"),
+        (["--min-workers", "1"], "needs --max-restarts"),
         (["--ps", "1", "--colocate-ps"], "--ps and --colocate-ps contradict"),
         (["-n", "0"], "must be 1 or more"),
         (["-n", "x"], "invalid"),
@@ -193,7 +198,6 @@ def test_own_host_is_found():
         (["--hosts", "a:1", "--hosts-file", "f"], "contradict each other"),
         (["--hosts-file", "no/such/file"], "no/such/file: No such file"),
         (["--hosts", "192.0.2.1:2"], "is none of --hosts.*--host.*--ssh"),
-        (["--hosts", "127.0.0.1,192.0.2.1", "--ps", "1"], "--ps with --hosts needs --ssh"),
         (["--hosts", "127.0.0.1:9", "--port", "65530"], "too few ports"),
     ],
 )
@@ -211,7 +215,7 @@ def test_missing_script_is_refused(capsys):
 
 
 def test_threads_are_shared_unless_they_are_set(monkeypatch):
-    monkeypatch.setattr(launch, "_num_cores", lambda: 8)
+    monkeypatch.setattr(_placement, "_num_cores", lambda: 8)
     names = ("OMP_NUM_THREADS", "TF_NUM_INTRAOP_THREADS", "TF_NUM_INTEROP_THREADS")
     assert launch.thread_variables({}, processes=3) == dict.fromkeys(names, "2")
     assert launch.thread_variables({}, processes=20) == dict.fromkeys(names, "1")
@@ -246,7 +250,7 @@ def test_ssh_command_quotes_everything(monkeypatch, tmp_path):
         ["run", "--hosts", "a:2,b", "--ssh", "--chief", "--threads", "2", "--startup-timeout", "9"]
         + ["train.py", "--name", "two words; rm"]
     )
-    ssh, *options, host, line = launch.ssh_command("b", args, {"a": 2, "b": 1})
+    ssh, *options, host, line = ssh_command("b", args, {"a": 2, "b": 1})
     assert (ssh, options, host) == ("ssh", ["-o", "BatchMode=yes"], "b")
     echoed = subprocess.run(
         ["sh", "-c", line.replace("exec ", "printf '%s\\n' \"$PWD\" ", 1)],
@@ -257,7 +261,7 @@ def test_ssh_command_quotes_everything(monkeypatch, tmp_path):
     assert echoed.stdout.splitlines() == [
         *(str(folder), sys.executable, "-m", "tfdist.launch", "run", "--stop-with-stdin"),
         *("--host", "b", "--hosts", "a:2,b:1", "--chief", "--threads", "2"),
-        *("--startup-timeout", "9.0", "train.py", "--name", "two words; rm"),
+        *("--startup-timeout", "9.0", "--grace", "30.0", "train.py", "--name", "two words; rm"),
     ]
 
 
@@ -277,7 +281,7 @@ def test_ssh_command_quotes_everything(monkeypatch, tmp_path):
 def test_output_is_cut_into_lines(chunks, lines, rest):
     found, pending = [], b""
     for chunk in chunks:
-        complete, pending = launch.split_lines(pending, chunk)
+        complete, pending = split_lines(pending, chunk)
         found += complete
     assert (found, pending) == (lines, rest)
 
@@ -513,8 +517,7 @@ def test_child_that_ignores_sigterm_is_killed_after_the_grace(script, pids):
         leave_pid(sys.argv[1])
         time.sleep(600)
     """)
-    impatient = "from tfdist import launch; launch._GRACE_SECONDS = 0.2; launch.main()"
-    with subprocess.Popen([sys.executable, "-c", impatient, "run", path, str(pids)]) as process:
+    with running("--grace", "0.2", path, str(pids)) as process:
         started = all_there(pids, 1)
         process.terminate()
         process.wait(timeout=8)
@@ -601,7 +604,7 @@ def test_failure_on_another_host_ends_all(script, fake_ssh, pids):
     hosts = two_hosts("--host", "127.0.0.1", "--ssh")
     result = run(*hosts, path, str(pids), env=fake_ssh)
     assert result.returncode == 1
-    assert "host 127.0.0.2 failed with exit code 1" in result.stderr
+    assert "worker 2 failed with exit code 1; the other 2 were ended" in result.stderr
     assert "no disk" in result.stderr
     all_gone(read_pids(pids))
 
@@ -656,10 +659,10 @@ def test_measurement_begins_again_when_a_listener_of_the_rendezvous_closes():
     one, other = (clusters.Cluster({"worker": (first, second)}, "worker", n, "") for n in (0, 1))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         with listen(second) as early:
-            measured = pool.submit(launch.measure_peers, one)
+            measured = pool.submit(_doctor.measure_peers, one)
             connection, _ = early.accept()
         connection.close()
-        assert [peer[:2] for peer in launch.measure_peers(other)] == [("worker 0", first)]
+        assert [peer[:2] for peer in _doctor.measure_peers(other)] == [("worker 0", first)]
         assert [peer[:2] for peer in measured.result(timeout=20)] == [("worker 1", second)]
 
 

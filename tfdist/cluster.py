@@ -59,6 +59,8 @@ class Cluster:
         source: where the description comes from: "TF_CONFIG", "Slurm", "Open MPI", "PMI" or
             "none".
         startup_timeout_seconds: how long :func:`rendezvous` waits for the peers.
+        nominal_workers: how many tasks train when the job is complete, where the launcher tells;
+            an elastic job (`tfdist run --min-workers`) may have fewer at the moment.
     """
 
     jobs: Mapping[str, tuple[str, ...]]
@@ -66,6 +68,7 @@ class Cluster:
     task_index: int
     source: str
     startup_timeout_seconds: float = DEFAULT_STARTUP_TIMEOUT_SECONDS
+    nominal_workers: int | None = None
 
     @property
     def address(self) -> str | None:
@@ -136,7 +139,10 @@ class Cluster:
                 "cluster": {job: list(addresses) for job, addresses in self.jobs.items()},
                 "task": {"type": self.task_type, "index": self.task_index},
                 # TensorFlow ignores keys that it does not know.
-                "tfdist": {"startup_timeout_seconds": self.startup_timeout_seconds},
+                "tfdist": {
+                    "startup_timeout_seconds": self.startup_timeout_seconds,
+                    **({"nominal_workers": self.nominal_workers} if self.nominal_workers else {}),
+                },
             }
         )
 
@@ -163,6 +169,61 @@ def resolve(environ: Mapping[str, str] = os.environ) -> Cluster:
     if "SLURM_STEP_NODELIST" in environ and "SLURM_PROCID" in environ:
         return _from_slurm(environ)
     return Cluster(jobs={}, task_type="worker", task_index=0, source="none")
+
+
+def per_worker_batch(global_batch: int, cluster: Cluster | None = None) -> int:
+    """This worker's rows of a global batch; those of all workers sum up to it exactly.
+
+    For input that is made per worker (``distribute_datasets_from_function``, a loop of one's own).
+    The ``batch_size`` of ``model.fit``, and of datasets that tfdist's strategies distribute, is
+    that of the whole cluster already.
+
+    Args:
+        global_batch: rows of a step on all workers.
+        cluster: by default that of the environment.
+
+    Raises:
+        ValueError: there are fewer rows than workers.
+    """
+    cluster = resolve() if cluster is None else cluster
+    workers = cluster.num_workers
+    if global_batch < workers:
+        raise ValueError(
+            f"per_worker_batch: global_batch must be at least the number of workers ({workers}), "
+            f"got {global_batch}; use a larger batch or fewer workers."
+        )
+    return global_batch // workers + (cluster.rank < global_batch % workers)
+
+
+def elastic_batch(
+    global_batch: int, policy: str = "keep_global_batch", cluster: Cluster | None = None
+) -> tuple[int, float]:
+    """What a job does whose number of workers is not the full one at the moment.
+
+    Args:
+        global_batch: rows of a step with all workers.
+        policy: "keep_global_batch": the same steps on fewer workers, each with more rows;
+            "keep_worker_batch": each worker keeps its rows, so that a step has fewer, and the
+            learning rate is scaled as the batch is (Goyal et al. 2017, arXiv:1706.02677, 2.1).
+        cluster: by default that of the environment.
+
+    Returns:
+        (rows of a step, factor for the learning rate).
+
+    Raises:
+        ValueError: the policy is another one.
+    """
+    if policy not in ("keep_global_batch", "keep_worker_batch"):
+        raise ValueError(
+            "elastic_batch: policy must be 'keep_global_batch' or 'keep_worker_batch', got "
+            f"{policy!r}."
+        )
+    cluster = resolve() if cluster is None else cluster
+    nominal = cluster.nominal_workers or cluster.num_workers
+    if policy == "keep_global_batch" or cluster.num_workers == nominal:
+        return global_batch, 1.0
+    rows = max(1, round(global_batch * cluster.num_workers / nominal))
+    return rows, rows / global_batch
 
 
 def from_resolver(resolver) -> Cluster:
@@ -260,6 +321,7 @@ def _from_tf_config(text: str) -> Cluster:
         task_index=task_index,
         source="TF_CONFIG",
         startup_timeout_seconds=_checked_timeout(config),
+        nominal_workers=_checked_nominal_workers(config),
     )
 
 
@@ -415,6 +477,16 @@ def _checked_timeout(config: Mapping) -> float:
             f"{shown(seconds)}."
         )
     return float(seconds)
+
+
+def _checked_nominal_workers(config: Mapping) -> int | None:
+    options = config.get("tfdist", {})
+    number = options.get("nominal_workers") if isinstance(options, dict) else None
+    if number is not None and (type(number) is not int or number < 1):
+        raise ClusterError(
+            f"TF_CONFIG: `tfdist.nominal_workers` must be a positive integer, got {shown(number)}."
+        )
+    return number
 
 
 def shown(value) -> str:

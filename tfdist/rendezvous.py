@@ -21,6 +21,7 @@ import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from tfdist._wire import MAX_LINE_BYTES, PROTOCOL, NotOurs, Wire
 from tfdist.cluster import (
     JOBS,
     TRAINING_JOBS,
@@ -33,8 +34,6 @@ from tfdist.cluster import (
     training_tasks,
 )
 
-_PROTOCOL = {"magic": "tfdist", "version": 1}
-_MAX_LINE_BYTES = 1 << 16
 _ATTEMPT_SECONDS = 5.0  # to connect and to be answered, until the next try
 _LONGEST_PAUSE_SECONDS = 1.0  # between two tries
 _MISMATCH_GRACE_SECONDS = 3.0  # to let the others see a mismatch too
@@ -74,71 +73,6 @@ def rendezvous(
         meeting.run(timeout_seconds)
 
 
-class _NotOurs(Exception):
-    """What arrived is not a line of this protocol."""
-
-
-class _Wire:
-    """One non-blocking connection that carries lines of JSON."""
-
-    def __init__(self, connection: socket.socket):
-        self.socket = connection
-        self.opened_at = time.monotonic()
-        self._inbox = bytearray()
-        self._outbox = bytearray()
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    @property
-    def wants_to_write(self) -> bool:
-        return bool(self._outbox)
-
-    def send(self, message: Mapping) -> None:
-        """Queues a message; :meth:`flush` sends it."""
-        self._outbox += json.dumps(message).encode() + b"\n"
-
-    def flush(self) -> None:
-        """Sends what the system takes now. Raises OSError when the connection is broken."""
-        with contextlib.suppress(BlockingIOError):
-            while self._outbox:
-                del self._outbox[: self.socket.send(self._outbox)]
-
-    def receive(self) -> list[dict]:
-        """Returns the messages that have arrived.
-
-        Raises:
-            EOFError: the other side has closed the connection.
-            OSError: the connection is broken.
-            _NotOurs: something else speaks there.
-        """
-        ended = False
-        with contextlib.suppress(BlockingIOError):
-            while len(self._inbox) <= _MAX_LINE_BYTES:
-                if not (chunk := self.socket.recv(1 << 16)):
-                    ended = True
-                    break
-                self._inbox += chunk
-        *lines, rest = bytes(self._inbox).split(b"\n")
-        if len(rest) > _MAX_LINE_BYTES:
-            raise _NotOurs
-        self._inbox[:] = rest
-        messages = [_parsed(line) for line in lines]
-        if ended and not messages:
-            raise EOFError
-        return messages
-
-
-def _parsed(line: bytes) -> dict:
-    try:
-        message = json.loads(line)
-    except (ValueError, RecursionError):
-        raise _NotOurs from None
-    if not isinstance(message, dict) or message.get("magic") != _PROTOCOL["magic"]:
-        raise _NotOurs
-    return message
-
-
 @dataclasses.dataclass
 class _Peer:
     """What a task knows of one other task.
@@ -150,7 +84,7 @@ class _Peer:
     rank: int
     label: str
     address: str
-    wire: _Wire | None = None  # the connection that we opened
+    wire: Wire | None = None  # the connection that we opened
     connected: bool = False
     answered: str | None = None  # id of the process that answered us on `wire`
     told: str | None = None  # id of the process that we said ready to
@@ -175,7 +109,7 @@ class _Peer:
 class _Guest:
     """A connection that somebody opened to us."""
 
-    wire: _Wire
+    wire: Wire
     peer: _Peer | None = None
     id: str | None = None
 
@@ -189,13 +123,13 @@ class _Meeting:
         self._settings = {key: str(value) for key, value in payload.items()}
         self._settings["cluster"] = _summary(cluster.jobs)
         self._greeting = {
-            **_PROTOCOL,
+            **PROTOCOL,
             "rank": cluster.rank,
             "id": self._id,
             "settings": self._settings,
         }
-        if len(json.dumps(self._greeting)) > _MAX_LINE_BYTES:
-            raise ClusterError(f"rendezvous: the payload must be below {_MAX_LINE_BYTES} bytes.")
+        if len(json.dumps(self._greeting)) > MAX_LINE_BYTES:
+            raise ClusterError(f"rendezvous: the payload must be below {MAX_LINE_BYTES} bytes.")
         self._peers = {
             rank: _Peer(rank, task_label(*task), address)
             for rank, (task, address) in enumerate(training_tasks(cluster.jobs))
@@ -266,7 +200,7 @@ class _Meeting:
         family, kind, protocol, _, address = found[peer.attempts % len(found)]
         connection = socket.socket(family, kind, protocol)
         connection.setblocking(False)
-        peer.wire, peer.connected = _Wire(connection), False
+        peer.wire, peer.connected = Wire(connection), False
         peer.wire.send(self._greeting)
         code = connection.connect_ex(address)
         if code not in (0, errno.EINPROGRESS):
@@ -294,7 +228,7 @@ class _Meeting:
             if events & selectors.EVENT_READ:
                 for message in wire.receive():
                     self._hear_answer(peer, message)
-        except (EOFError, _NotOurs):
+        except (EOFError, NotOurs):
             self._retry(peer, "another program answers there")
             return
         except OSError as error:
@@ -305,14 +239,14 @@ class _Meeting:
     def _hear_answer(self, peer: _Peer, message: Mapping) -> None:
         their_id = message.get("id")
         if not isinstance(their_id, str):
-            raise _NotOurs
+            raise NotOurs
         peer.answered, peer.has_answered = their_id, True
         if their_id == self._id:
             problem = f"is this very process, {self._cluster.label}"
-        elif message.get("version") != _PROTOCOL["version"]:
+        elif message.get("version") != PROTOCOL["version"]:
             problem = (
                 f"speaks version {message.get('version')!r} of the rendezvous and this task "
-                f"({self._cluster.label}) version {_PROTOCOL['version']}; install the same tfdist"
+                f"({self._cluster.label}) version {PROTOCOL['version']}; install the same tfdist"
             )
         elif message.get("rank") != peer.rank:
             problem = (
@@ -358,7 +292,7 @@ class _Meeting:
             return
         for peer in self._peers.values():
             if peer.wire is not None and peer.answered and peer.told != peer.answered:
-                peer.wire.send({**_PROTOCOL, "ready": True})
+                peer.wire.send({**PROTOCOL, "ready": True})
                 peer.told = peer.answered
                 try:
                     peer.wire.flush()
@@ -378,7 +312,7 @@ class _Meeting:
             connection.close()  # Not our peers: they need one or two each.
             return
         connection.setblocking(False)
-        guest = _Guest(_Wire(connection))
+        guest = _Guest(Wire(connection))
         self._guests.append(guest)
         self._selector.register(
             guest.wire, selectors.EVENT_READ, lambda events: self._serve_guest(guest)
@@ -390,7 +324,7 @@ class _Meeting:
             for message in guest.wire.receive():
                 self._hear_guest(guest, message)
             guest.wire.flush()
-        except (EOFError, OSError, _NotOurs):
+        except (EOFError, OSError, NotOurs):
             self._dismiss(guest)
             return
         self._watch(guest.wire)
@@ -402,7 +336,7 @@ class _Meeting:
             return
         rank, their_id = message.get("rank"), message.get("id")
         if not isinstance(their_id, str) or guest.id is not None:
-            raise _NotOurs
+            raise NotOurs
         guest.id = their_id
         guest.wire.send(self._greeting)
         peer = self._peers.get(rank) if isinstance(rank, int) else None
@@ -426,7 +360,7 @@ class _Meeting:
 
     # Both.
 
-    def _watch(self, wire: _Wire) -> None:
+    def _watch(self, wire: Wire) -> None:
         write = selectors.EVENT_WRITE if wire.wants_to_write else 0
         key = self._selector.get_key(wire)
         self._selector.modify(wire, selectors.EVENT_READ | write, key.data)
