@@ -8,6 +8,7 @@ import contextlib
 
 import tensorflow as tf
 
+from tfdist import progress
 from tfdist.strategies import _input
 from tfdist.strategies._step import Step, finish, tracing
 
@@ -65,7 +66,7 @@ def training_function(
                 raise StopIteration
             return logs
 
-        return _for_batches_too(strategy, executions)
+        return _for_batches_too(strategy, executions, int(steps_per_execution))
 
     def trace(kind):
         if steps_per_execution == 1:
@@ -87,7 +88,7 @@ def training_function(
             raise StopIteration
         return logs.get_value()
 
-    return _for_batches_too(strategy, execution)
+    return _for_batches_too(strategy, execution, int(steps_per_execution))
 
 
 def predict_function(strategy, step_fn, *, run_eagerly, jit_compile):
@@ -282,10 +283,10 @@ def _without_absent(step_fn):
     return call
 
 
-def _for_batches_too(strategy, execution):
+def _for_batches_too(strategy, execution, num_steps=1):
     """Lets ``execution`` also take a Python iterator over global batches (``train_on_batch``).
 
-    And limits its time.
+    And limits its time, and counts it as ``num_steps`` steps.
     """
 
     watchdog = getattr(strategy.extended, "watchdog", None)
@@ -295,7 +296,7 @@ def _for_batches_too(strategy, execution):
         if not isinstance(iterator, _input.StepIterator):
             batch = iterator if isinstance(iterator, tuple) else next(iterator)
             iterator = iter(_input.from_batch(strategy, batch))
-        with watching():
+        with watching(), progress.step(num_steps):
             return execution(iterator)
 
     return function

@@ -42,6 +42,7 @@ from tensorflow.python.framework import func_graph
 from tensorflow.python.ops import resource_variable_ops
 from tensorflow.python.trackable import data_structures
 
+from tfdist import progress
 from tfdist.compression import all_reduce, everywhere
 from tfdist.parallel import current_stage
 from tfdist.strategies._agreement import digest
@@ -1088,7 +1089,8 @@ def _fit_together(stock):
         strategy = _strategy_of(self.distribute_strategy)
         board = None if strategy is None else strategy.board
         if board is None:
-            return stock(self, *args, **kwargs)
+            with contextlib.nullcontext() if strategy is None else progress.training():
+                return stock(self, *args, **kwargs)
         call = signature.bind(self, *args, **kwargs)
         call.apply_defaults()
         arguments = call.arguments
@@ -1105,7 +1107,7 @@ def _fit_together(stock):
         else:
             members = [*tf.nest.flatten(callbacks or []), together]
             arguments["callbacks"] = members
-        with contextlib.ExitStack() as undo:
+        with progress.training(), contextlib.ExitStack() as undo:
             _back_up_together(members, board, undo)
             if board.rank != 0:
                 _write_nothing(members, undo)

@@ -16,7 +16,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.eager import context
 
-from tfdist import __version__, cluster
+from tfdist import __version__, cluster, progress
 from tfdist.rendezvous import rendezvous
 from tfdist.strategies._agreement import Board
 from tfdist.strategies._replicated import Replicated, ReplicatedExtended, exchange_for
@@ -140,6 +140,7 @@ def join_workers(strategy, members, communication_options, exchange, make_extend
     """
     name = type(strategy).__name__
     cluster.require_no_ps(members, name)
+    progress.attach()
     together = members.num_workers > 1 and members.task_type in ("chief", "worker")
     if together:
         _require_fresh_context(name)

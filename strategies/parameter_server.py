@@ -13,7 +13,7 @@ from tensorflow.python.distribute import (
 )
 from tensorflow.python.framework import ops
 
-from tfdist import cluster
+from tfdist import cluster, progress
 from tfdist.compression import as_exchange, compressor_for
 from tfdist.staleness import Async, settings_of
 from tfdist.strategies import _input, _keras, _saving, _scheduled
@@ -445,6 +445,7 @@ class ParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy
     def note_steps(self, worker, num_steps, staleness):
         """Notes finished steps, and the staleness of those that pushed a gradient."""
         self.steps_by_worker[worker] += num_steps
+        progress.count_ended(num_steps)
         self.staleness.extend(int(s) for s in staleness if s >= 0)
 
     def read_staleness(self):

@@ -18,7 +18,7 @@ from tfdist import cluster as clusters
 from tfdist._attempt import PREEMPTED
 from tfdist._processes import Family, Process, say
 from tfdist._wire import PROTOCOL, NotOurs, Wire
-from tfdist.progress import Progress
+from tfdist.progress import NOTHING, Progress
 from tfdist.rendezvous import listen
 
 _REPORT_SECONDS = 0.5
@@ -41,9 +41,8 @@ class RemoteProcess:
         self.code: int | None = None
         self.how: str | None = None
         self.last_lines: deque[bytes] = deque()
-        self.progress = Progress(False, 0, 0, False)
+        self.progress = NOTHING
         self.is_stopped = False
-        self.handles_sigterm = False
         self._host = host
         self._number = number
 
@@ -61,7 +60,7 @@ class RemoteProcess:
 
     def take(self, report) -> None:
         """Takes over what the other launcher has seen."""
-        *counters, self.is_stopped, self.handles_sigterm = report
+        *counters, self.is_stopped = report
         self.progress = Progress(*counters)
 
     def lose(self) -> None:
@@ -405,4 +404,4 @@ class Follower:
 
 
 def _report_of(process: Process) -> list:
-    return [*process.progress, process.is_stopped, process.handles_sigterm]
+    return [*process.progress, process.is_stopped]

@@ -77,7 +77,7 @@ class Attempt:
         grace_seconds: from SIGTERM to SIGKILL.
         step_timeout: seconds without a step that are a hang, or None.
         wants_to_grow: asked now and then: whether the job should be preempted, so that workers it
-            does without can come back. Only a job whose workers all handle SIGTERM is.
+            does without can come back. Only a job whose workers all save on SIGTERM is.
     """
 
     def __init__(
@@ -221,8 +221,8 @@ class Attempt:
         if self._asked_to_save or now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS
-        if not self._wants_to_grow() or not all(m.process.handles_sigterm for m in trainers):
-            return  # without a handler it would die without a checkpoint
+        if not self._wants_to_grow() or not all(m.process.progress.saves for m in trainers):
+            return  # it would end without a checkpoint
         self._asked_to_save = True
         say("tfdist run: workers can come back; the job is asked to save, and to start again.")
         self._deadline = time.monotonic() + self._grace

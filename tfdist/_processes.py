@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from tfdist._guard import Guard, die_with_parent
 from tfdist._output import Output
-from tfdist.progress import DUMP_SIGNAL, VARIABLE, Page, Progress
+from tfdist.progress import DUMP_SIGNAL, NOTHING, VARIABLE, Page, Progress
 
 TICK_SECONDS = 0.05
 _DRAIN_SECONDS = 1.0  # for the last output of a process that has ended
@@ -61,26 +61,14 @@ class Process:
     @property
     def progress(self) -> Progress:
         """Its counters; all 0 where it has none."""
-        return self._page.read() if self._page else Progress(False, 0, 0, False)
+        return self._page.read() if self._page else NOTHING
 
     @property
     def is_stopped(self) -> bool:
         """Whether a signal (SIGSTOP) has stopped it. Linux only; elsewhere False."""
-        return self._status("State").startswith(("T", "t"))
-
-    @property
-    def handles_sigterm(self) -> bool:
-        """Whether it has a handler for SIGTERM. Linux only; elsewhere False."""
-        caught = int(self._status("SigCgt") or "0", 16)
-        return bool(caught >> (signal.SIGTERM - 1) & 1)
-
-    def _status(self, field: str) -> str:
-        with contextlib.suppress(OSError), open(f"/proc/{self.popen.pid}/status") as lines:
-            for line in lines:
-                name, _, value = line.partition(":")
-                if name == field:
-                    return value.strip()
-        return ""
+        with contextlib.suppress(OSError), open(f"/proc/{self.popen.pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] in "Tt"
+        return False
 
 
 class Family:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 VARIABLE = "TFDIST_PROGRESS"  # names the file descriptor of the page
 _PAGE_BYTES = 4096
-_PID, _DUMPS, _ACTIVE, _BEGUN, _ENDED = range(5)  # positions of 64-bit cells
+_PID, _DUMPS, _SAVES, _ACTIVE, _BEGUN, _ENDED = range(6)  # positions of 64-bit cells
 DUMP_SIGNAL = signal.SIGUSR2
 
 
@@ -33,12 +33,18 @@ class Progress(NamedTuple):
         begun: steps that it has begun, evaluation included.
         ended: steps that it has ended.
         dumps: whether it prints its stacks when it gets ``DUMP_SIGNAL``.
+        saves: whether a Python function handles SIGTERM, presumably to save. (TensorFlow handles it
+            in every worker, to no effect: the kernel's view says nothing.)
     """
 
     active: bool
     begun: int
     ended: int
     dumps: bool
+    saves: bool
+
+
+NOTHING = Progress(False, 0, 0, False, False)
 
 
 class Page:
@@ -58,7 +64,13 @@ class Page:
     def read(self) -> Progress:
         """The counters now; they stay when the process has ended."""
         cells = self._cells
-        return Progress(bool(cells[_ACTIVE]), cells[_BEGUN], cells[_ENDED], bool(cells[_DUMPS]))
+        return Progress(
+            bool(cells[_ACTIVE]),
+            cells[_BEGUN],
+            cells[_ENDED],
+            bool(cells[_DUMPS]),
+            bool(cells[_SAVES]),
+        )
 
 
 def _mapped(descriptor: int) -> memoryview:
@@ -110,10 +122,15 @@ def training() -> Iterator[None]:
 
 @contextlib.contextmanager
 def step(count: int = 1) -> Iterator[None]:
-    """Counts what runs in this context as ``count`` steps; as begun only, when it fails."""
+    """Counts what runs in this context as ``count`` steps; as none, when it raises."""
     cells = _cells()
+    cells[_SAVES] = callable(signal.getsignal(signal.SIGTERM))
     cells[_BEGUN] += count
-    yield
+    try:
+        yield
+    except Exception:  # the end of the data, too
+        cells[_BEGUN] -= count
+        raise
     cells[_ENDED] += count
 
 
