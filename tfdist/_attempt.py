@@ -55,7 +55,8 @@ class Outcome:
         status: exit status that the launcher gives if this was the last attempt.
         reason: one sentence, for messages and for the record; "" where it ended well.
         culprit: the member that failed, hung or is behind, where one is known.
-        made_progress: whether a step was ended; where nobody counts steps, None.
+        made_progress: whether the culprit, or where there is none, anybody, has ended a step; None
+            where nobody counts steps.
         seconds: how long it lasted.
     """
 
@@ -277,7 +278,11 @@ class Attempt:
         progress = {m.label: m.process.progress for m in self._members if m.trains}
         outcome.steps = {label: seen.ended for label, seen in progress.items()}
         if any(seen.begun or seen.dumps for seen in progress.values()):
-            outcome.made_progress = any(outcome.steps.values())
+            culprit = outcome.culprit
+            if culprit is not None and culprit.trains and culprit.start_again is None:
+                outcome.made_progress = outcome.steps[culprit.label] > 0
+            else:
+                outcome.made_progress = any(outcome.steps.values())
         if outcome.kind == "failed":
             say(_obituary(outcome, others=len(self._members) - 1))
         return outcome

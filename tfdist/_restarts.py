@@ -5,6 +5,7 @@ import time
 from collections.abc import Collection, Iterable
 
 LONGEST_PAUSE_SECONDS = 60.0
+_FIRST_PAUSE_SECONDS = 1.0
 _HOUR_SECONDS = 3600.0
 _SETTLED_SECONDS = 60.0  # that a job which counts no steps must last to have got somewhere
 
@@ -45,7 +46,7 @@ class Budget:
     def pause(self, *, got_somewhere: bool) -> float:
         """Seconds until the next start: 1, then doubled each time that nothing was reached."""
         self._in_vain = 0 if got_somewhere else self._in_vain + 1
-        return min(LONGEST_PAUSE_SECONDS, 2.0 ** max(0, self._in_vain - 1))
+        return min(LONGEST_PAUSE_SECONDS, _FIRST_PAUSE_SECONDS * 2.0 ** max(0, self._in_vain - 1))
 
 
 def got_somewhere(made_progress: bool | None, seconds: float) -> bool:
@@ -105,6 +106,6 @@ class Slots:
         if not (again or retried) or len(running) - 1 < self.min_workers:
             return False
         self._retry[slot] = 2 * self._retry[slot] if slot in self._retry else self._first_retry
-        self._lost[slot] = self._clock() + self._retry[slot]
+        self._lost[slot] = self._clock() + _FIRST_PAUSE_SECONDS + self._retry[slot]
         self._last_failed = None
         return True

@@ -163,6 +163,7 @@ class Supervisor:
             slot = outcome.culprit.slot if outcome.culprit else None
             if self._slots.failed(slot, running, got_somewhere=useful):
                 say(f"tfdist run: {outcome.culprit.label} can't come back; the job does without.")
+                useful = True  # the reason to wait is gone
             pause = self._budget.pause(got_somewhere=useful)
             say(
                 f"tfdist run: the job starts again in {pause:.0f} s (restart "
