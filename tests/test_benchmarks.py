@@ -225,3 +225,20 @@ def test_scaling_knows_what_the_library_sends(tmp_path):
     assert 2.3 < float(by_workers[0]) < 2.6
     assert float(by_workers[-1]) > 4.4
     assert not plots or "<svg" in (tmp_path / "scaling.svg").read_text()[:1000]
+
+
+def test_model_parallel_writes_its_figures(tmp_path):
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "model_parallel.py", "--quick", "--out", "figures.json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "figures.json").read_text())["results"]
+    assert results.keys() == {"cut", "memory", "overhead"}
+    assert all(row["ratio"] > 0 for rows in results.values() for row in rows if "ratio" in row)
+    assert all(row["ratio"] <= row["goal"] for row in results["memory"])
+    (estimated,) = (row for row in results["cut"] if row["label"].endswith("estimated"))
+    assert estimated["ratio"] == 1.0

@@ -450,3 +450,52 @@ def test_subclassed_models_need_stages_by_hand():
     DATA[Own] = DATA[dense_model]
     with pytest.raises(ValueError, match="tfdist.parallel.stage"):
         train(Own, "sgd", tfdist.ModelParallelStrategy(stages=2, data=1), rows=BATCH)
+
+
+class Slow(layers.Layer):
+    """Takes long without arithmetic that shows in shapes."""
+
+    def call(self, x):
+        matrix = tf.eye(64)
+        _, matrix = tf.while_loop(
+            lambda i, m: i < 300, lambda i, m: (i + 1, tf.linalg.matmul(m, m)), (0, matrix)
+        )
+        return x + 0.0 * matrix[0, 0]
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor(x.shape, x.dtype)
+
+
+def slow_then_dense():
+    hidden = [layers.Dense(32, "relu", name=f"hidden{i}") for i in range(4)]
+    return keras.Sequential([keras.Input((16,)), Slow(name="slow"), *hidden, layers.Dense(4)])
+
+
+DATA[slow_then_dense] = (np.ones((BATCH, 16), "float32"), np.zeros(BATCH, "int32"))
+
+
+def test_stages_are_cut_by_measured_costs():
+    first = {}
+    for cost in ("estimated", "measured"):
+        cut = tfdist.parallel.automatic(cost=cost, rows=4)
+        strategy = tfdist.ModelParallelStrategy(stages=2, data=1, cut=cut)
+        expected, _ = train(slow_then_dense, "sgd")
+        model, _ = train(slow_then_dense, "sgd", strategy)
+        assert difference(expected, model) < 1e-5
+        first[cost] = [unit.operation.name for unit in strategy.plan.stages[0]]
+    assert first["measured"] == ["slow"]
+    assert len(first["estimated"]) > 1
+
+
+def test_plan_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    strategy = tfdist.ModelParallelStrategy(stages=3, data=1)
+    train(dense_model, "sgd", strategy, rows=BATCH)
+    strategy.plan.plot(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    work, parameters = strategy.plan.plot().axes
+    assert [bar.get_height() for bar in work.patches] == pytest.approx(
+        [100 * share for share in strategy.plan.shares()]
+    )
+    counts = [sum(u.parameters for u in units) / 1e6 for units in strategy.plan.stages]
+    assert [bar.get_height() for bar in parameters.patches] == pytest.approx(counts)
