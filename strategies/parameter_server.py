@@ -11,6 +11,7 @@ from tensorflow.python.distribute import (
     distribute_lib,
     parameter_server_strategy_v2,
 )
+from tensorflow.python.eager import context
 from tensorflow.python.framework import ops
 
 from tfdist import cluster, progress
@@ -249,7 +250,12 @@ class ParameterServerStrategy(tf.distribute.experimental.ParameterServerStrategy
         self._cluster_resolver = _resolver(members)
         self._cluster_coordinator = None
         is_colocated = "ps" not in members.jobs
+        # One request to a worker at a time, and no asynchronous executors: TensorFlow's own
+        # strategy sets the same, since its handling of failures depends on it.
+        os.environ["TF_ENABLE_EAGER_CLIENT_STREAMING_ENQUEUE"] = "False"
+        os.environ["TF_PS_DISABLE_ASYNC_EXECUTOR_GLOBALLY"] = "True"
         connect(members, None if is_colocated else _filters(members))
+        context.set_server_def_retries(5)
         self._should_use_with_coordinator = True
         self._canonicalize_devices = False
         self._is_parameter_server_strategy_v2 = True

@@ -125,7 +125,7 @@ class Attempt:
 
     def _on_end(self, member: Member) -> None:
         code = member.process.code
-        if self._outcome is not None:
+        if self._outcome is not None or (self._signal_seen and not member.decides):
             return
         if code == PREEMPTED and member.trains:
             self._on_preempted(member)
