@@ -6,6 +6,7 @@ if __name__ != "tfdist.strategies":
         "Install tfdist (`pip install .`) and `import tfdist`."
     )
 
+from tfdist.strategies import _keras, _saving
 from tfdist.strategies.mirrored import MirroredStrategy
 from tfdist.strategies.model_parallel import ModelParallelStrategy
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
@@ -19,3 +20,9 @@ __all__ = [
     "ParameterServerStrategy",
     "TPUStrategy",
 ]
+
+
+def prepare_keras():
+    """Teaches Keras what callbacks need of it; models without a strategy train as before."""
+    _keras.install()
+    _saving.install()

@@ -57,6 +57,22 @@ class StepIterator:
     def __init__(self, source, distributed):
         self.source = source
         self.distributed = distributed
+        self._fetch = None
+
+    def skip(self):
+        """Reads the data of a step and drops it; called on all workers alike.
+
+        Raises:
+            tf.errors.OutOfRangeError: there is none left.
+        """
+        if self._fetch is None:
+            strategy, kind = self.source.strategy, self.kind
+
+            def fetch(iterator):
+                next_step(strategy, iterator, kind)
+
+            self._fetch = tf.function(fetch, autograph=False)
+        self._fetch(self.distributed)
 
     @property
     def kind(self):

@@ -48,6 +48,7 @@ from tfdist.parallel import current_stage
 from tfdist.strategies._agreement import digest
 from tfdist.strategies._cross_entropy import split_cross_entropy
 from tfdist.strategies._exchange import GradientExchange
+from tfdist.strategies._position import Position, Source, take_position
 from tfdist.strategies._saving import exchanges_in, write_once
 from tfdist.strategies._server_variables import ServerVariable
 from tfdist.strategies._split_variables import SplitVariable
@@ -1031,6 +1032,9 @@ def _build_from_spec(stock):
     def _maybe_symbolic_build(self, iterator=None, data_batch=None):
         source = getattr(iterator, "_distributed_dataset", None)
         is_ours = _strategy_of(self._distribute_strategy) is not None
+        # What a checkpoint is restored into must be there before the first step.
+        is_alone = self._distribute_strategy is None and isinstance(source, Source)
+        is_ours = is_ours or is_alone
         if is_ours and type(self).call in (keras.Model.call, keras.Layer.call):
             # A model that is all train_step (a GAN, say) has nothing that could be called.
             return None
@@ -1043,6 +1047,8 @@ def _build_from_spec(stock):
             specs = tf.nest.flatten(data_batch, expand_composites=False)
             if any(isinstance(s, tf.RaggedTensorSpec | tf.SparseTensorSpec) for s in specs):
                 _build_by_tracing(self, source.element_spec)
+        if is_alone:
+            return self._symbolic_build(data_batch=data_batch)
         return stock(self, iterator=iterator, data_batch=data_batch)
 
     return _maybe_symbolic_build
@@ -1116,6 +1122,51 @@ def _fit_together(stock):
     return fit
 
 
+@_replaces(_Trainer, "fit", ["self", "x", "y", "batch_size", "epochs", "verbose", "callbacks"])
+def _fit_from_a_position(stock):
+    """For a callback that has ``use_position``: tells it where the input is, and lets it come last.
+
+    Last, after ``History``, because it saves what the other callbacks have made of a step.
+    """
+    signature = inspect.signature(stock)
+
+    def fit(self, *args, **kwargs):
+        call = signature.bind(self, *args, **kwargs)
+        call.apply_defaults()
+        callbacks = call.arguments["callbacks"]
+        is_made = isinstance(callbacks, keras.callbacks.CallbackList)
+        given = callbacks.callbacks if is_made else tree.flatten(callbacks or [])
+        (user, *more) = [c for c in given if hasattr(c, "use_position")] or [None]
+        if user is None:
+            return stock(self, *args, **kwargs)
+        if more:
+            raise ValueError(
+                f"fit: expected one {type(user).__name__} among the callbacks, got "
+                f"{1 + len(more)}. Combine policies with any_of() and union() instead."
+            )
+        given = [c for c in given if c is not user]
+        if not any(isinstance(c, keras.callbacks.History) for c in given):
+            given.append(keras.callbacks.History())
+        given.append(user)
+        if is_made:
+            callbacks.callbacks = given
+        else:
+            call.arguments["callbacks"] = given
+        position = Position()
+        object.__setattr__(self, "_tfdist_position", position)
+        user.use_position(position, given)
+        initial_epoch = self._initial_epoch
+        try:
+            with position.of_next_input():
+                return stock(*call.args, **call.kwargs)
+        finally:
+            user.use_position(None, [])
+            object.__delattr__(self, "_tfdist_position")
+            self._initial_epoch = initial_epoch
+
+    return fit
+
+
 def _quiet(stock):
     signature = inspect.signature(stock)
 
@@ -1152,41 +1203,79 @@ def _quiet_but_for_chief(verbose, board):
 def _feed_replicas(stock):
     def __init__(self, distribute_strategy=None, *args, **kwargs):
         strategy = _strategy_of(distribute_strategy)
-        if strategy is None:
+        position = take_position()
+        if strategy is None and position is None:
             return stock(self, distribute_strategy, *args, **kwargs)
-        board = strategy.board
-        seed = None
-        if board is not None and kwargs.get("shuffle"):
+        board = None if strategy is None else strategy.board
+        seed, py_dataset, order = None, None, None
+        if kwargs.get("shuffle") and (board is not None or position is not None):
             # Drawn by all, so that their generators stay in step; the chief's counts.
-            seed = board.from_chief("shuffle seed", random.randrange(2**31))
+            seed = random.randrange(2**31)
+            if board is not None:
+                seed = board.from_chief("shuffle seed", seed)
             if isinstance(kwargs.get("x"), keras.utils.PyDataset):
-                kwargs.update(x=_ShuffledPyDataset(kwargs["x"], seed), shuffle=False)
+                py_dataset = _ShuffledPyDataset(kwargs["x"], seed)
+                kwargs.update(x=py_dataset, shuffle=False)
         epoch_iterator.EpochIterator.__init__(self, *args, **kwargs)
-        self._distribute_strategy = strategy
+        self._distribute_strategy = distribute_strategy
         adapter = self.data_adapter
         is_array = isinstance(adapter, array_data_adapter.ArrayDataAdapter)
         if is_array and board is not None:
             board.require_same("input", {"rows": adapter._num_samples})
-        is_shuffled_array = is_array and seed is not None
-        if is_shuffled_array:
+        if is_array and seed is not None:
             # Not a tf.Variable, which would be mirrored where fit is called in the scope.
-            epoch = resource_variable_ops.ResourceVariable(-1, dtype=tf.int64, trainable=False)
-            dataset = _shuffled_arrays(adapter, seed, epoch)
+            order = resource_variable_ops.ResourceVariable(
+                [seed, -1], dtype=tf.int64, trainable=False
+            )
+            dataset = _shuffled_arrays(adapter, order)
         else:
             dataset = adapter.get_tf_dataset()
-        source = strategy.distribute_input(
-            dataset,
-            num_batches=adapter.num_batches,
-            same_stream=is_array,
-        )
-        if is_shuffled_array:
-            source.before_epoch = lambda: epoch.assign_add(1)
+        if strategy is None:
+            if not isinstance(dataset, tf.distribute.DistributedDataset):
+                dataset = distribute_strategy.experimental_distribute_dataset(dataset)
+            source = Source(dataset)
+        else:
+            source = strategy.distribute_input(
+                dataset,
+                num_batches=adapter.num_batches,
+                same_stream=is_array,
+            )
+            if source.num_steps != adapter.num_batches:
+                self.data_adapter = _WithLength(adapter, source.num_steps)
+                self._num_batches = source.num_steps
         self._distributed_dataset = source
-        if source.num_steps != adapter.num_batches:
-            self.data_adapter = _WithLength(adapter, source.num_steps)
-            self._num_batches = source.num_steps
+        if position is not None:
+            position.seed = position.seed if seed is None else seed
+            position.batch_size = getattr(adapter, "batch_size", None)
+            position.bind(self, source, dataset, order, py_dataset)
+            self._tfdist_position = position
+        elif order is not None:
+            source.before_epoch = lambda: order.assign_add([0, 1])
 
     return __init__
+
+
+@_replaces(epoch_iterator.EpochIterator, "_enumerate_iterator", ["self"])
+def _enumerate_from_a_position(stock):
+    def _enumerate_iterator(self):
+        position = getattr(self, "_tfdist_position", None)
+        if position is None or not position.is_pending:
+            return stock(self)
+        return position.resume(stock(self))
+
+    return _enumerate_iterator
+
+
+@_replaces(_Trainer, "_get_metrics_result_or_logs", ["self", "logs"])
+def _logs_of_an_epoch_that_had_ended(stock):
+    def _get_metrics_result_or_logs(self, logs):
+        # A resumed epoch without any step left: Keras has no logs of it.
+        position = getattr(self, "_tfdist_position", None)
+        if position is not None and isinstance(logs, dict) and not logs:
+            logs = position.logs or logs
+        return stock(self, logs)
+
+    return _get_metrics_result_or_logs
 
 
 class _WithLength:
@@ -1200,7 +1289,7 @@ class _WithLength:
         return getattr(self._adapter, name)
 
 
-def _shuffled_arrays(adapter, seed, epoch):
+def _shuffled_arrays(adapter, seed_and_pass):
     """Batches of Keras' arrays in an order that is the same on all workers.
 
     (Keras' own dataset draws the order from the process' generator, or, once that is seeded,
@@ -1208,8 +1297,8 @@ def _shuffled_arrays(adapter, seed, epoch):
 
     Args:
         adapter: the data adapter of the arrays.
-        seed: int, the same on all workers.
-        epoch: scalar int64 variable; another value gives another order.
+        seed_and_pass: int64 variable [2], the same on all workers; another value gives another
+            order.
     """
     num_rows, batch_size = adapter._num_samples, adapter._batch_size
     inputs = tree.lists_to_tuples(
@@ -1219,11 +1308,13 @@ def _shuffled_arrays(adapter, seed, epoch):
     def order(_):
         rows = tf.range(num_rows, dtype=tf.int64)
         if adapter._shuffle != "batch":
-            rows = tf.random.experimental.stateless_shuffle(rows, [seed, epoch.read_value()])
+            rows = tf.random.experimental.stateless_shuffle(rows, seed_and_pass.read_value())
         return tf.data.Dataset.from_tensor_slices(rows)
 
     def order_within(number, rows):
-        return tf.random.experimental.stateless_shuffle(rows, [seed + number, epoch.read_value()])
+        return tf.random.experimental.stateless_shuffle(
+            rows, seed_and_pass.read_value() + tf.stack([number, tf.zeros_like(number)])
+        )
 
     def take(row_numbers, arrays):
         def take_from(array):
@@ -1246,7 +1337,10 @@ def _shuffled_arrays(adapter, seed, epoch):
 
 
 class _ShuffledPyDataset(keras.utils.PyDataset):
-    """The batches of a PyDataset in an order that is the same on all workers."""
+    """The batches of a PyDataset in an order that is the same on all workers.
+
+    It follows from ``seed``, the same on all, and ``number``, how many there were before it.
+    """
 
     def __init__(self, inner, seed):
         super().__init__(
@@ -1255,9 +1349,9 @@ class _ShuffledPyDataset(keras.utils.PyDataset):
             max_queue_size=inner.max_queue_size,
         )
         self._inner = inner
-        self._random = random.Random(seed)
+        self.seed, self.number = seed, 0
         self._order = None
-        self._reorder()
+        self.reorder()
 
     @property
     def num_batches(self):
@@ -1274,12 +1368,14 @@ class _ShuffledPyDataset(keras.utils.PyDataset):
 
     def on_epoch_end(self):
         self._inner.on_epoch_end()
-        self._reorder()
+        self.number += 1
+        self.reorder()
 
-    def _reorder(self):
+    def reorder(self):
+        """Takes the order of ``seed`` and ``number``."""
         if self.num_batches is not None:
             self._order = list(range(self.num_batches))
-            self._random.shuffle(self._order)
+            random.Random(f"{self.seed}/{self.number}").shuffle(self._order)
 
 
 # ------------------------------------------------------------------------------ callbacks

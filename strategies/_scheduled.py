@@ -81,6 +81,11 @@ class ScheduledIterator:
     def __next__(self):
         return self
 
+    def skip(self):
+        """Reads a batch and drops it; nothing where the workers read their own data."""
+        if self.iterators is None:
+            self.batch()
+
     def batch(self):
         """The next batch, on the chief. Raises StopIteration at the end."""
         with tf.device(self.source.strategy.chief_device):

@@ -22,6 +22,7 @@ _HOME = {
 }
 _MODULES = (
     "callbacks",
+    "checkpoints",
     "cluster",
     "collectives",
     "compression",
@@ -31,6 +32,7 @@ _MODULES = (
     "rendezvous",
     "schedules",
     "staleness",
+    "storage",
     "strategies",
 )
 

@@ -7,14 +7,15 @@ signal in this step (counted over the whole training), at one of these places:
     begin       before the step
     forward     in the forward pass, from an operation of the model
     collective  while it waits for the gradients of the others, which are late
-    epoch       after the last step of the epoch of this step, before the epoch's end
-    restore     before the first step, while the checkpoint is read
+    save-N      at the N-th file operation of its process from this step on (see stepwise.py)
+    restore-N   at the N-th from the beginning of fit on
+    launcher    before the step, but the signal goes to the launcher
     stuck       it sends no signal, and never begins this step
-    exit        it ends with exit code 3
-    start       the same, before it trains, and in every attempt that has this many workers
 
-``-`` is an attempt that nothing happens to. Each worker appends to FOLDER/steps.RANK a line for
-each step that it has ended: attempt, step, time. The chief writes FOLDER/report.json at the end.
+``-`` is an attempt that nothing happens to. FOLDER/steps.RANK gets a line for each step that a
+worker has ended (attempt, step, time), FOLDER/strikes one for each signal (attempt, time, word),
+FOLDER/written one for each checkpoint that was reported as written (attempt, step). The chief
+writes FOLDER/report.json at the end.
 """
 
 import argparse
@@ -22,7 +23,6 @@ import hashlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -30,56 +30,71 @@ from pathlib import Path
 import keras
 import numpy as np
 import tensorflow as tf
+from stepwise import Killer
 
 import tfdist
+from tfdist import checkpoints
 
 EPOCHS, STEPS, BATCH = 3, 6, 8  # steps of an epoch, rows of a step
 
 
 class Harm(keras.callbacks.Callback):
-    """Does what the plan says; also notes each step."""
+    """Does what the plan says; also notes what happens."""
 
     def __init__(self, folder, rank, attempt, word):
         super().__init__()
-        self.attempt = attempt
+        self.folder, self.attempt, self.word = folder, attempt, word
         self.trace = open(folder / f"steps.{rank}", "ab", buffering=0)  # noqa: SIM115
-        signame, victim, step, self.place = word.split(":") if word != "-" else ("-", -1, -1, "-")
-        self.signum = getattr(signal, signame, None)
+        self.strikes = open(folder / "strikes", "ab", buffering=0)  # noqa: SIM115
+        self.written = open(folder / "written", "ab", buffering=0)  # noqa: SIM115
+        name, victim, step, place = word.split(":") if word != "-" else ("-", -1, -1, "-")
+        self.signum = getattr(signal, name, None)
         self.is_victim = int(victim) == rank
         self.step = int(step)
-        self.now = 0
+        self.place, _, number = place.partition("-")
+        self.number = int(number or 0)
+        self.now = -1
+        self.checkpoint = None
+        self.last_written = None
 
     def strike(self):
-        if self.place == "exit":
-            os._exit(3)
-        os.kill(os.getpid(), self.signum)
+        self.strikes.write(f"{self.attempt} {time.time()} {self.word}\n".encode())
+        os.kill(os.getppid() if self.place == "launcher" else os.getpid(), self.signum)
 
-    def is_due(self, place, step):
-        return self.place == place and self.is_victim and self.step == step
+    def is_due(self, *places):
+        return self.is_victim and self.place in places and self.step == self.now
+
+    def on_train_begin(self, logs=None):
+        if self.place == "restore" and self.is_victim:
+            Killer(self.number, self.strike)
 
     def on_epoch_begin(self, epoch, logs=None):
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
         self.now = self.epoch * STEPS + batch
-        if self.is_due("begin", self.now) or self.is_due("exit", self.now):
+        if self.is_due("begin", "launcher"):
             self.strike()
-        if self.is_due("stuck", self.now):
+        if self.is_due("save"):
+            Killer(self.number, self.strike)
+        if self.is_due("stuck"):
             time.sleep(600)
-        if self.is_due("collective", self.now):
+        if self.is_due("collective"):
             threading.Timer(0.2, self.strike).start()
 
     def on_train_batch_end(self, batch, logs=None):
-        step = self.epoch * STEPS + batch
-        self.trace.write(f"{self.attempt} {step} {time.time()}\n".encode())
+        self.trace.write(f"{self.attempt} {self.now} {time.time()}\n".encode())
+        self.note_written()
 
-    def on_epoch_end(self, epoch, logs=None):
-        if self.place == "epoch" and self.is_victim and epoch == self.step // STEPS:
-            self.strike()
+    def note_written(self):
+        written = self.checkpoint.last_written
+        if written is not None and written != self.last_written:
+            self.last_written = written
+            self.written.write(f"{self.attempt} {written.step}\n".encode())
 
     def in_forward(self):
         """Runs in the forward pass of each step."""
-        if self.is_due("forward", self.now):
+        if self.is_due("forward"):
             self.strike()
         if self.place == "collective" and not self.is_victim and self.now == self.step:
             time.sleep(0.5)
@@ -108,37 +123,27 @@ def data():
     return x, (x[:, :2].sum(axis=1) > 0).astype("int32")
 
 
+def lost_checkpoints(folder):
+    """Steps that were reported as written, and are behind the newest checkpoint there is."""
+    path = folder / "written"
+    reported = [int(line.split()[1]) for line in path.read_text().splitlines()]
+    newest = checkpoints.newest(folder / "checkpoints")
+    return [step for step in reported if newest is None or newest.entry.step < step]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--harm", default="")
-    parser.add_argument("--handle-sigterm", action="store_true")
+    parser.add_argument("--harm", default="", help="the plan")
+    parser.add_argument("--first", type=int, default=0, help="number of its first attempt")
     args = parser.parse_args()
-    attempt = int(os.environ.get("TFDIST_RESTART", 0))
+    attempt = args.first + int(os.environ.get("TFDIST_RESTART", 0))
     cluster = tfdist.cluster.resolve()
     words = args.harm.split(",") if args.harm else []
-    word = words[attempt] if attempt < len(words) else "-"
-    starts = [w.split(":") for w in words if w.endswith(":start")]
-    for _, victim, workers, _ in starts:
-        concerned = cluster.rank == int(victim) and cluster.num_workers == int(workers)
-        if concerned and len(list(args.folder.glob("failed.*"))) < 2:
-            (args.folder / f"failed.{attempt}").touch()
-            sys.exit(3)
-    if word.endswith(":start"):
-        word = "-"
+    harm = Harm(args.folder, cluster.rank, attempt, words[attempt] if attempt < len(words) else "-")
+    lost = lost_checkpoints(args.folder)
 
     strategy = tfdist.MultiWorkerMirroredStrategy()
-    harm = Harm(args.folder, cluster.rank, attempt, word)
-    if harm.place == "restore" and harm.is_victim:
-        saved = str(args.folder / "backup")
-        sys.addaudithook(
-            lambda event, about: (
-                harm.strike() if event == "open" and str(about[0]).startswith(saved) else None
-            )
-        )
-    if args.handle_sigterm:
-        # Saves nothing: the backup of the last epoch is what the next attempt starts from.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
     keras.utils.set_random_seed(7)
     with strategy.scope():
         model = keras.Sequential(
@@ -146,21 +151,30 @@ def main():
                 keras.Input((5,)),
                 Passing(harm.in_forward),
                 keras.layers.Dense(8, "tanh"),
+                keras.layers.Dropout(0.2),
                 keras.layers.Dense(2),
             ]
         )
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     x, y = data()
-    backup = keras.callbacks.BackupAndRestore(str(args.folder / "backup"), delete_checkpoint=False)
-    model.fit(x, y, BATCH, EPOCHS, shuffle=False, verbose=0, callbacks=[backup, harm])
+    callbacks = tfdist.callbacks
+    save = callbacks.any_of(callbacks.every_steps(2), callbacks.on_preemption())
+    harm.checkpoint = callbacks.FaultTolerantCheckpoint(
+        str(args.folder / "checkpoints"), save=save, keep=callbacks.latest(2)
+    )
+    history = model.fit(
+        x, y, BATCH, EPOCHS, shuffle=True, verbose=0, callbacks=[harm, harm.checkpoint]
+    )
     weights = b"".join(np.ascontiguousarray(w).tobytes() for w in model.get_weights())
     report = {
         "iterations": int(model.optimizer.iterations.numpy()),
         "weights": hashlib.sha256(weights).hexdigest(),
-        "workers": cluster.num_workers,
-        "nominal_workers": cluster.nominal_workers,
+        "losses": history.history["loss"],
+        "lost_checkpoints": lost,
         "attempt": attempt,
     }
+    if lost:
+        raise SystemExit(f"lost checkpoints: {lost}")
     if cluster.is_chief:
         beside = args.folder / "report.new"
         beside.write_text(json.dumps(report))
