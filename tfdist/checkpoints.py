@@ -37,6 +37,7 @@ __all__ = [
     "clean",
     "delete",
     "entries",
+    "entry_of",
     "load",
     "newest",
     "pack",
@@ -337,7 +338,7 @@ def load(path, storage=None):
         CorruptCheckpointError: it is not what was written.
         OSError: it cannot be read.
     """
-    entry = path if isinstance(path, Entry) else _entry_of(path)
+    entry = path if isinstance(path, Entry) else entry_of(path)
     storage = storage or storage_of(entry.path)
     manifest = read_manifest(entry.path, storage)
     problems, buffers = [], {}
@@ -356,7 +357,8 @@ def load(path, storage=None):
     return Checkpoint(entry, manifest, tensors)
 
 
-def _entry_of(path):
+def entry_of(path):
+    """The :class:`Entry` of a checkpoint's path. Raises CheckpointError: it has another name."""
     path = os.fspath(path)
     match = _NAME.fullmatch(path.rstrip("/").rsplit("/", 1)[-1])
     if match is None:

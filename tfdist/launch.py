@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tfdist", description=tfdist.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"tfdist {tfdist.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="run|doctor")
+    commands = parser.add_subparsers(required=True, metavar="run|doctor|checkpoints")
 
     run = commands.add_parser(
         "run",
@@ -144,7 +144,35 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--startup-timeout", type=_seconds, metavar="S", help="seconds to wait for the peers"
     )
+    _add_checkpoints(commands)
     return parser
+
+
+def _add_checkpoints(commands) -> None:
+    parser = commands.add_parser("checkpoints", help="list, verify, show, compare checkpoints")
+    parser.set_defaults(command=_checkpoints)
+    actions = parser.add_subparsers(required=True, dest="action", metavar="ls|verify|inspect|diff")
+    for name, text in (
+        ("ls", "the checkpoints in a folder, the oldest first"),
+        ("verify", "read all of them and compare the checksums; exit code 1 where one is damaged"),
+        ("inspect", "the tensors of one: name, dtype, shape, bytes, least, most, not finite"),
+        ("diff", "the tensors in which two differ; exit code 1 where they do"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        action.add_argument("directory", metavar="DIR", help="folder of checkpoints, or one")
+        if name == "diff":
+            action.add_argument(
+                "other",
+                metavar="OTHER",
+                nargs="?",
+                help="the same (default: the newest two in DIR are compared)",
+            )
+
+
+def _checkpoints(args: argparse.Namespace) -> int:
+    from tfdist import _checkpoints_command  # with numpy, which the launcher does without
+
+    return _checkpoints_command.run(args)
 
 
 def _count(text: str) -> int:
