@@ -1,15 +1,18 @@
-"""Split models: how even the stages are, memory of a device, and what one stage costs.
+"""Split models: the pipeline, how even the stages are, memory of a device, what one stage costs.
 
-    python benchmarks/model_parallel.py cut memory overhead --out model_parallel.json
+    python benchmarks/model_parallel.py bubble activations --out model_parallel.json
 
 ``README.md`` beside this file says what each measures and how.
 """
 
 import argparse
+import contextlib
+import ctypes
 import datetime
 import itertools
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -17,6 +20,10 @@ from pathlib import Path
 
 from step_time import installed_versions, machine
 
+STAGES = 4  # that wait
+FORWARD, BACKWARD = 0.02, 0.04  # s that such a stage takes for a micro-batch
+THREADS = 32  # of the executor, where stages wait: well above their number
+BUBBLE_GOAL = 1.10  # step time over the schedule's, at most
 MEASURED_GOAL = 1.15  # largest stage over the best one known, at most
 MEMORY_GOAL = 0.26  # bytes on a device over those of the whole model, at most
 OVERHEAD_GOAL = 1.02  # step time in one stage over that of plain fit, at most
@@ -34,6 +41,8 @@ def main(arguments=None):
 
     (cpu, *_) = tf.config.list_physical_devices("CPU")
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 8)
+    if {"bubble", "activations"} & set(options.what):
+        tf.config.threading.set_inter_op_parallelism_threads(THREADS)
     report = {
         "benchmark": "model_parallel",
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -101,6 +110,124 @@ def _split(build, rounds=0, optimizer="sgd", loss="mse", **split):
         model = build()
         model.compile(optimizer, loss)
     return model, strategy
+
+
+# ------------------------------------------------------------------------------ the pipeline
+
+
+def measure_bubble(options):
+    """Step time over that of the schedule, (m + p - 1) * (forward + backward)."""
+    import numpy as np
+
+    forward, backward = (0.002, 0.004) if options.quick else (FORWARD, BACKWARD)
+    for schedule in ("gpipe", "1f1b"):
+        for number in (4,) if options.quick else (4, 8, 16, 32):
+            model, _ = _waiting_model(schedule, number, forward, backward, width=1)
+            x = np.ones((number, 1), np.float32)
+            seconds = _seconds_of_steps(model, x, options.rounds)
+            bubble = (number + STAGES - 1) * (forward + backward)
+            yield {
+                "label": f"{schedule}, {STAGES} stages, {number} micro-batches",
+                "figures": {
+                    "step, ms": round(1e3 * seconds, 1),
+                    "schedule, ms": round(1e3 * bubble, 1),
+                    "work of a stage, ms": round(1e3 * number * (forward + backward), 1),
+                },
+                "ratio": seconds / bubble,
+                "goal": BUBBLE_GOAL,
+            }
+
+
+def measure_activations(options):
+    """The most micro-batches whose activations a stage holds, and the memory that they take."""
+    import numpy as np
+
+    number, width = (5, 1000) if options.quick else (16, 1_000_000)
+    forward, backward = (0.002, 0.004) if options.quick else (FORWARD, BACKWARD)
+    taken = {}
+    for schedule in ("gpipe", "1f1b"):
+        model, waits = _waiting_model(schedule, number, forward, backward, width)
+        x = np.ones((number, width), np.float32)
+        _seconds_of_steps(model, x, 1)
+        for wait in waits:
+            wait.most_under_way()
+        with _peak_memory() as peak:
+            model.fit(x, x[:, :1], batch_size=number, verbose=0)
+        held = [wait.most_under_way() for wait in waits]
+        figures = {"by stage": held}
+        if peak:
+            taken[schedule] = peak[0]
+            figures["MB"] = round(peak[0] / 1e6)
+            figures["of a micro-batch between stages, MB"] = round(4 * width / 1e6)
+        row = {"label": f"{schedule}, {STAGES} stages, {number} micro-batches", "figures": figures}
+        if schedule == "1f1b":
+            row |= {"ratio": max(held) / STAGES, "goal": 1.0}
+        yield row
+    if len(taken) == 2 and not options.quick:
+        yield {"label": "memory, 1f1b / gpipe", "ratio": taken["1f1b"] / taken["gpipe"]}
+
+
+def _waiting_model(schedule, number, forward, backward, width):
+    import keras
+    from waiting import Wait
+
+    waits = [Wait(forward, backward, name=f"stage{i}") for i in range(STAGES)]
+
+    class Mean(keras.layers.Layer):
+        def call(self, x):
+            return keras.ops.mean(keras.ops.square(x), axis=-1, keepdims=True)
+
+    model, _ = _split(
+        lambda: keras.Sequential([keras.Input((width,)), *waits, Mean()]),
+        stages=STAGES,
+        micro_batches=number,
+        schedule=schedule,
+        cut=[wait.name for wait in waits[:-1]],
+    )
+    return model, waits
+
+
+def _seconds_of_steps(model, x, rounds):
+    """The median time of a step on all rows at once; the first step is not counted."""
+    import keras
+
+    class Times(keras.callbacks.Callback):
+        def __init__(self):
+            super().__init__()
+            self.seconds = []
+
+        def on_train_batch_begin(self, batch, logs=None):
+            self.start = time.perf_counter()
+
+        def on_train_batch_end(self, batch, logs=None):
+            float(logs["loss"])
+            self.seconds.append(time.perf_counter() - self.start)
+
+    times = Times()
+    y = x[:, :1]
+    model.fit(x, y, batch_size=len(x), epochs=rounds + 1, verbose=0, callbacks=[times])
+    return statistics.median(times.seconds[1:])
+
+
+@contextlib.contextmanager
+def _peak_memory():
+    """A list that gets the bytes of this process beyond those at the start; empty but on Linux."""
+    found = []
+    try:
+        # Large blocks are given back when they are freed, so that the peak is that of use.
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)
+        Path("/proc/self/clear_refs").write_text("5")
+        start = _status("VmRSS")
+    except (OSError, AttributeError):
+        yield found
+        return
+    yield found
+    found.append(_status("VmHWM") - start)
+
+
+def _status(key):
+    (kilobytes,) = re.findall(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return 1024 * int(kilobytes)
 
 
 # ------------------------------------------------------------------------------- the stages
@@ -343,6 +470,8 @@ def _seconds_of_an_epoch(model, x, y, batch_size):
 
 
 MEASUREMENTS = {
+    "bubble": measure_bubble,
+    "activations": measure_activations,
     "cut": measure_cut,
     "memory": measure_memory,
     "overhead": measure_overhead,

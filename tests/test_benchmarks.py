@@ -237,7 +237,10 @@ def test_model_parallel_writes_its_figures(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "figures.json").read_text())["results"]
-    assert results.keys() == {"cut", "memory", "overhead"}
+    assert results.keys() == {"bubble", "activations", "cut", "memory", "overhead"}
+    held = [row["figures"]["by stage"] for row in results["activations"]]
+    assert held == [[5, 5, 5, 5], [4, 3, 2, 1]]
+    assert all(row["ratio"] >= 1.0 for row in results["bubble"])  # nobody waited too short
     assert all(row["ratio"] > 0 for rows in results.values() for row in rows if "ratio" in row)
     assert all(row["ratio"] <= row["goal"] for row in results["memory"])
     (estimated,) = (row for row in results["cut"] if row["label"].endswith("estimated"))
