@@ -800,7 +800,7 @@ def _nodes_within(node):
     ends = [*inner.inputs, *inner.outputs]
     is_plain = (
         len(args) == 1
-        and not kwargs
+        and all(value is None for value in kwargs.values())
         and len({id(symbol) for symbol in ends}) == len(ends)
         and len(given) == len(inner.inputs)
         and not isinstance(args[0], dict)  # whose order may be another

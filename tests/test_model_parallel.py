@@ -499,3 +499,56 @@ def test_plan_is_drawn(tmp_path):
     )
     counts = [sum(u.parameters for u in units) / 1e6 for units in strategy.plan.stages]
     assert [bar.get_height() for bar in parameters.patches] == pytest.approx(counts)
+
+
+def nested():
+    def residual(name):
+        inputs = keras.Input((16,))
+        x = layers.Dense(16, activation="relu", name="wide")(inputs)
+        return keras.Model(inputs, layers.Add(name="sum")([x, inputs]), name=name)
+
+    tail = keras.Sequential([keras.Input((16,)), layers.Dense(16, "tanh"), residual("deep")])
+    shared, inputs = residual("shared"), keras.Input((12,))
+    x = shared(layers.Dense(16)(inputs))
+    x = shared(layers.Dropout(0.0)(x))
+    return keras.Model(inputs, layers.Dense(8)(tail(x)))
+
+
+def nested_with_mask():
+    words = keras.Input((LENGTH,), dtype="int32")
+    table = keras.Model(words, layers.Embedding(VOCABULARY, 8, mask_zero=True)(words), name="table")
+    inputs = keras.Input((LENGTH,), dtype="int32")
+    x = layers.GlobalAveragePooling1D()(layers.Dropout(0.0)(table(inputs)))
+    return keras.Model(inputs, layers.Dense(CLASSES)(x))
+
+
+DATA[nested] = DATA[dense_model]
+DATA[nested_with_mask] = DATA[transformer][0] // 4, RNG.integers(0, CLASSES, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("build", "stages", "cut", "last"),
+    [
+        (nested, 5, None, None),
+        (
+            nested,
+            3,
+            ["shared", "sequential/deep/wide"],
+            ["shared/sum", "sequential/deep/wide", "dense_2"],
+        ),
+        (nested_with_mask, 2, ["table"], ["table/embedding", "dense"]),
+    ],
+)
+def test_models_in_the_model_are_cut(build, stages, cut, last):
+    expected, _ = train(build, "adam")
+    strategy = tfdist.ModelParallelStrategy(stages=stages, data=1, micro_batches=2, cut=cut)
+    model, _ = train(build, "adam", strategy)
+    assert difference(expected, model) < 1e-5
+    assert last is None or last == [units[-1].name for units in strategy.plan.stages]
+
+
+def test_a_model_with_settings_of_its_own_in_the_model_stays_whole():
+    inputs = keras.Input((12,))
+    inner = keras.Sequential([keras.Input((12,)), layers.Dense(8), layers.BatchNormalization()])
+    model = keras.Model(inputs, layers.Dense(2)(inner(inputs, training=False)))
+    assert [_keras.name_of_node(node) for node in _keras.nodes_of(model)][0] == inner.name
