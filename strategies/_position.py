@@ -154,8 +154,9 @@ class Position:
                 _hand_over(epoch_iterator, iterator)
         for _ in range(-(-steps_done // self.steps_per_execution)):
             next(steps, None)
-        yield from steps
-        self.logs = None
+        for step in steps:
+            self.logs = None  # the step has logs of its own
+            yield step
 
     def _skip(self, iterator, batches):
         done = 0

@@ -96,6 +96,16 @@ def record(folder):
     return json.loads((Path(folder) / "run.json").read_text())
 
 
+def test_programs_in_the_documentation_run(capsys):
+    page = (Path(__file__).parents[1] / "docs" / "launcher.md").read_text()
+    programs = re.findall(r"^( *)```python\n(.*?)^\1```", page, re.M | re.S)
+    names = {}
+    for _, program in programs:
+        exec(textwrap.dedent(program), names)
+    assert capsys.readouterr().out == "1.0\n2.0\n"
+    assert (names["rows"], names["batch"], names["learning_rate"]) == (256, 256, 0.1)
+
+
 # -- Decisions, with a clock of the test's
 
 

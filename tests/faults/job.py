@@ -35,7 +35,7 @@ from stepwise import Killer
 import tfdist
 from tfdist import checkpoints
 
-EPOCHS, STEPS, BATCH = 3, 6, 8  # steps of an epoch, rows of a step
+STEPS, BATCH = 6, 8  # steps of an epoch, rows of a step
 
 
 class Harm(keras.callbacks.Callback):
@@ -135,6 +135,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--harm", default="", help="the plan")
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--first", type=int, default=0, help="number of its first attempt")
     args = parser.parse_args()
     attempt = args.first + int(os.environ.get("TFDIST_RESTART", 0))
@@ -163,7 +164,7 @@ def main():
         str(args.folder / "checkpoints"), save=save, keep=callbacks.latest(2)
     )
     history = model.fit(
-        x, y, BATCH, EPOCHS, shuffle=True, verbose=0, callbacks=[harm, harm.checkpoint]
+        x, y, BATCH, args.epochs, shuffle=True, verbose=0, callbacks=[harm, harm.checkpoint]
     )
     weights = b"".join(np.ascontiguousarray(w).tobytes() for w in model.get_weights())
     report = {
