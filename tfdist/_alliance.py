@@ -221,6 +221,9 @@ class Leader:
             self._reported_at = now
             for host in self._hosts.values():
                 host.send({"do": "stay"})
+        for wire in list(self._guests):
+            if time.monotonic() - wire.opened_at > _SILENCE_SECONDS:
+                self._dismiss(wire)
         for host in list(self._hosts.values()):
             if host.is_broken or now - host.heard_at > _SILENCE_SECONDS:
                 self._lose(host)

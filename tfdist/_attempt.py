@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tfdist._hang import StepWatch
-from tfdist._processes import Family, say
+from tfdist._processes import Family, Process, say
 from tfdist._restarts import LONGEST_PAUSE_SECONDS
 
 PREEMPTED = 75  # EX_TEMPFAIL: the process has saved, and wants to be started again
@@ -262,8 +262,8 @@ class Attempt:
         self._kill_all()
 
     def _conclude(self) -> Outcome:
-        local = [p for p in [*self._old, *(m.process for m in self._members)]]
-        self._family.drain([p for p in local if hasattr(p, "popen")])
+        processes = [*self._old, *(member.process for member in self._members)]
+        self._family.drain([process for process in processes if isinstance(process, Process)])
         outcome = self._outcome
         if self._family.signal is not None and (outcome is None or outcome.kind != "ended"):
             codes = {m.process.code for m in self._members if m.decides}

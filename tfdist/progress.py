@@ -1,7 +1,7 @@
 """How far a worker is: a few counters that its launcher reads.
 
 `tfdist run` gives each process a page of memory that both have mapped. A strategy of tfdist counts
-its steps there (a few hundred nanoseconds each, no system call); the launcher sees from it that a
+its steps there (some microseconds each, without a system call); the launcher sees from it that a
 worker hangs, which one is behind, and whether a job has got anywhere since it was started. A loop
 of one's own takes part with :func:`training` and :func:`step`. Without a launcher the counters are
 there, but nobody reads them. This module does not import TensorFlow.

@@ -7,8 +7,9 @@ signal in this step (counted over the whole training), at one of these places:
     begin       before the step
     forward     in the forward pass, from an operation of the model
     collective  while it waits for the gradients of the others, which are late
-    save-N      at the N-th file operation of its process from this step on (see stepwise.py)
-    restore-N   at the N-th from the beginning of fit on
+    save-N      at the N-th file operation of its process from this step on (see stepwise.py), or
+                three steps later
+    restore-N   at the N-th from the beginning of fit on, or before its first step
     launcher    before the step, but the signal goes to the launcher
     stuck       it sends no signal, and never begins this step
 
@@ -64,6 +65,11 @@ class Harm(keras.callbacks.Callback):
     def is_due(self, *places):
         return self.is_victim and self.place in places and self.step == self.now
 
+    def is_overdue(self):
+        """Whether there were fewer file operations than the word has it."""
+        waited = {"restore": self.now, "save": self.now - self.step - 3}.get(self.place, -1)
+        return self.is_victim and waited >= 0
+
     def on_train_begin(self, logs=None):
         if self.place == "restore" and self.is_victim:
             Killer(self.number, self.strike)
@@ -73,7 +79,7 @@ class Harm(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         self.now = self.epoch * STEPS + batch
-        if self.is_due("begin", "launcher"):
+        if self.is_due("begin", "launcher") or self.is_overdue():
             self.strike()
         if self.is_due("save"):
             Killer(self.number, self.strike)
