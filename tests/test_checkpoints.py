@@ -47,8 +47,11 @@ print("RESULT", __import__("json").dumps([weights, history["loss"], history["acc
 
 
 def train(kind, folder, die_at=0):
+    script = folder.parent / "script.py"  # not `-c`, which would import ./tfdist of a checkout
+    script.write_text(SCRIPT)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, kind, str(folder), str(die_at)],
+        [sys.executable, script, kind, str(folder), str(die_at)],
+        cwd=folder.parent,
         capture_output=True,
         text=True,
         timeout=120,
