@@ -389,6 +389,24 @@ def test_job_that_does_not_save_is_not_asked_to(script, tmp_path):
     assert [line[1:] for line in notes(tmp_path)] == [(1, 0, "done")]
 
 
+def test_job_that_has_ended_its_training_is_not_asked_to_save(script, tmp_path):
+    path = script("""
+        if rank == 1 and size == 2:
+            sys.exit(5)
+        with progress.training():
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+            step(1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(3 if size == 1 else 60)
+        note("done")
+    """)
+    options = ["-n", "2", "--min-workers", "1", "--max-restarts", "5", "--retry-workers", "1"]
+    result = run(*options, path)
+    assert result.returncode == 0, result.stderr
+    assert "asked to save" not in result.stderr
+    assert [line[1:] for line in notes(tmp_path)] == [(1, 0, "done")]
+
+
 # -- Several hosts: loopback addresses stand for them
 
 

@@ -118,6 +118,8 @@ def training() -> Iterator[None]:
         yield
     finally:
         cells[_ACTIVE] -= 1
+        # Who saves on SIGTERM in `fit` alone must not be asked to after it.
+        cells[_SAVES] = callable(signal.getsignal(signal.SIGTERM))
 
 
 @contextlib.contextmanager
