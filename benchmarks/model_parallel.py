@@ -14,6 +14,7 @@ import json
 import os
 import re
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -469,12 +470,38 @@ def _seconds_of_an_epoch(model, x, y, batch_size):
     return (ends[-1][1] - ends[0][1]) / (len(ends) - 1)
 
 
+def measure_too_large(options):
+    """A model that is too large for the memory of a process: in one, and in stages in two."""
+    width, limit = (64, 4000) if options.quick else (4096, 4800)
+    script = Path(__file__).with_name("too_large.py")
+    command = [script, f"--width={width}", f"--limit={limit}"]
+    launcher = ["-m", "tfdist.launch", "run", "-n", "2"]
+    ways = [("one process", []), ("two stages, each in its process", launcher)]
+    for label, prefix in ways[1:] if options.quick else ways:
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, *prefix, *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=900,
+        )
+        end = f"failed with status {done.returncode}"
+        if done.returncode == 0 and "losses" in done.stdout:
+            end = "trained"
+        elif "OOM when allocating" in done.stdout:
+            end = "out of memory"
+        seconds = round(time.perf_counter() - start)
+        yield {"label": label, "figures": {"end": end, "limit, MB": limit, "s": seconds}}
+
+
 MEASUREMENTS = {
     "bubble": measure_bubble,
     "activations": measure_activations,
     "cut": measure_cut,
     "memory": measure_memory,
     "overhead": measure_overhead,
+    "too_large": measure_too_large,
 }
 
 

@@ -237,7 +237,15 @@ def test_model_parallel_writes_its_figures(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     results = json.loads((tmp_path / "figures.json").read_text())["results"]
-    assert results.keys() == {"bubble", "activations", "cut", "memory", "overhead"}
+    assert results.keys() == {
+        "bubble",
+        "activations",
+        "cut",
+        "memory",
+        "overhead",
+        "too_large",
+    }
+    assert [row["figures"]["end"] for row in results["too_large"]] == ["trained"]
     held = [row["figures"]["by stage"] for row in results["activations"]]
     assert held == [[5, 5, 5, 5], [4, 3, 2, 1]]
     assert all(row["ratio"] >= 1.0 for row in results["bubble"])  # nobody waited too short
