@@ -52,13 +52,14 @@ def run_job(folder, words, epochs, *, workers=2, seconds=900.0):
     first, deadline, said = 0, time.monotonic() + seconds, []
     environ = {k: v for k, v in os.environ.items() if k != "TF_CONFIG"}
     environ |= {"TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": "-1"}
+    restarts = str(len(words) + 3)  # a job that fails by itself is not tried for hours
     while True:
         command = [
             *(sys.executable, "-m", "tfdist.launch", "run", "-n", str(workers)),
-            *("--max-restarts", "10000", "--max-restarts-per-hour", "10000"),
+            *("--max-restarts", restarts, "--max-restarts-per-hour", restarts),
             *("--step-timeout", str(STEP_TIMEOUT), "--grace", "20"),
             *("--log-dir", str(folder / f"log-{first}"), str(JOB), str(folder)),
-            *("--harm", ",".join(words), "--epochs", str(epochs), "--first", str(first)),
+            *(f"--harm={','.join(words)}", "--epochs", str(epochs), "--first", str(first)),
         ]
         with open(folder / "output", "ab") as output:
             done = subprocess.run(
@@ -85,7 +86,8 @@ def strikes(folder):
 
 
 def recoveries(folder):
-    """(word, seconds from the signal to the next trained step of any worker) of each strike."""
+    """(word, seconds from the signal to the next trained step of any worker, attempts until it)
+    of each strike. Where that is more than one attempt, further faults came before the step."""
     steps = []
     for path in Path(folder).glob("steps.*"):
         for line in path.read_text().splitlines():
@@ -93,9 +95,10 @@ def recoveries(folder):
             steps.append((int(attempt), float(when)))
     found = []
     for attempt, when, word in strikes(folder):
-        later = [time_ for number, time_ in steps if number > attempt]
+        later = [step for step in steps if step[0] > attempt]
         if later:
-            found.append((word, min(later) - when))
+            number, next_step = min(later)
+            found.append((word, next_step - when, number - attempt))
     return found
 
 
