@@ -82,4 +82,4 @@ def test_resumed_training_equals_the_undisturbed_one(kind, tmp_path):
     Path(largest).write_bytes(content)
     found, done = train(kind, tmp_path / "damaged")
     assert newest.name in done.stderr
-    assert found[0] == expected[0]
+    assert found == expected
