@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 
 RUNNER = Path(__file__).parent / "conformance" / "runner.py"
+sys.path.append(str(RUNNER.parent))  # for tables, and for the tests in parity.py
 
 START_SECONDS = 120  # from process start to the first case
 CASE_SECONDS = 120  # for one case on all workers
@@ -294,9 +295,8 @@ class Results:
 
 def load_cases(table):
     """The rows of a table module; tables import their siblings and ``conformance/``."""
-    for folder in (RUNNER.parent, Path(table).parent):
-        if str(folder) not in sys.path:
-            sys.path.append(str(folder))
+    if str(Path(table).parent) not in sys.path:
+        sys.path.append(str(Path(table).parent))
     spec = importlib.util.spec_from_file_location(f"table_{Path(table).parent.name}", table)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
