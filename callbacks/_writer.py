@@ -5,7 +5,7 @@ import threading
 import time
 import weakref
 
-_AT_EXIT_SECONDS = 60.0
+_ALL_SECONDS = 60.0
 _writers = weakref.WeakSet()
 
 
@@ -50,8 +50,11 @@ class Writer:
 
 
 @atexit.register
-def _finish():
-    """A program that ends by an error in its loop still has the checkpoint it began to write."""
-    deadline = time.monotonic() + _AT_EXIT_SECONDS
+def wait_for_all():
+    """Waits, but not forever, for what is being written.
+
+    A program that ends by an error in its loop still has the checkpoint that it began to write.
+    """
+    deadline = time.monotonic() + _ALL_SECONDS
     for writer in list(_writers):
         writer.wait(deadline - time.monotonic())

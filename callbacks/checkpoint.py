@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import json
 import math
 import os
 import time
@@ -14,7 +15,7 @@ import tensorflow as tf
 from tfdist import checkpoints
 from tfdist.callbacks import _callback_states, _variables
 from tfdist.callbacks._preemption import Notice
-from tfdist.callbacks._writer import Writer
+from tfdist.callbacks._writer import Writer, wait_for_all
 from tfdist.callbacks.deadline import DeadlineStop
 from tfdist.callbacks.policies import (
     Moment,
@@ -29,7 +30,7 @@ from tfdist.callbacks.policies import (
 from tfdist.storage import storage_of
 
 _LOOK_SECONDS = 1.0  # between two questions to the chief whether there is anything to do
-_LAST_WRITE_SECONDS = 600.0
+_PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 0.001
 
 
@@ -96,6 +97,7 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
         self._on_preemption = preemption_of(save)
         self._writer = Writer()
         self._storage = None
+        self._notice = None
         self._position, self._callbacks = None, []
         # The one place where callbacks meet the strategies' package: the input of Keras' fit can
         # be entered in the middle only from where the inside of Keras is known.
@@ -104,6 +106,8 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
     def use_position(self, position, callbacks):
         """Is called by ``fit``: where its input is, and which callbacks it has."""
         self._position, self._callbacks = position, callbacks
+        if position is None:
+            self._stop_watching()  # also where fit has failed
 
     # --------------------------------------------------------------------- begin and end
 
@@ -141,8 +145,6 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
         if self._on_preemption is not None:
             self._notice = Notice(self._on_preemption.notice_file)
             self._notice.start()
-        else:
-            self._notice = None
 
     def on_epoch_begin(self, epoch, logs=None):
         self._epoch = epoch
@@ -165,34 +167,62 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
             self._look(logs, is_epoch_end=True)
 
     def on_train_end(self, logs=None):
-        try:
-            self._end(logs)
-        finally:
-            self._stop_watching()
-
-    def _end(self, logs):
-        is_preempted = self._agreed(self._notice is not None and self._is_noticed())
-        if self._trained and not self._is_over:
-            if self._is_chief and not self._writer.wait(self._last_write_seconds):
-                self._complain_of_waiting()
-            else:
-                self._save(logs, is_epoch_end=True, finished=True)
+        decision = None
         if self._is_chief:
-            if not self._writer.wait(self._last_write_seconds):
-                self._complain_of_waiting()
-            self._take_failure(is_last=True)
-        if is_preempted:
-            self._stop_watching()
+            is_free = self._writer.wait(self._last_write_seconds)
+            decision = {
+                "failure": self._take_failure() if is_free else self._complain_of_waiting(),
+                "save": is_free,
+                "end": self._notice is not None and self._is_noticed(),
+            }
+        decision = self._agreed_in_time(decision)
+        if decision["failure"]:
+            raise OSError(decision["failure"])
+        if decision["save"] and self._trained and not self._is_over and not self._is_spoilt(logs):
+            self._save(logs, is_epoch_end=True, finished=True)
+        failure = None
+        if self._is_chief:
+            is_free = self._writer.wait(self._last_write_seconds)
+            failure = self._take_failure() if is_free else self._complain_of_waiting()
+        failure = self._agreed_in_time(failure)
+        if failure:
+            raise OSError(failure)
+        if decision["end"]:
             raise checkpoints.Preempted
 
+    def _agreed_in_time(self, decision):
+        """The chief's, on every worker, also where it first waits for a write."""
+        if self._board is None:
+            return decision
+        self._tell_of_notice()
+        key = f"checkpoint/end/{self._board.next_number('checkpoint/end')}"
+        if self._is_chief:
+            self._board.post(key, json.dumps(decision))
+            return decision
+        found = self._board.wait_for(key, self._last_write_seconds + _PATIENCE_SECONDS)
+        if found is None:
+            raise TimeoutError(
+                "The chief did not say whether the last checkpoint is written within "
+                f"{self._last_write_seconds + _PATIENCE_SECONDS:.0f} s. Look at its log."
+            )
+        return json.loads(found)
+
+    def _is_spoilt(self, logs):
+        """Whether the training was ended because of its weights."""
+        ends = any(isinstance(c, keras.callbacks.TerminateOnNaN) for c in self._callbacks)
+        loss = (logs or {}).get("loss")
+        return ends and loss is not None and not math.isfinite(loss)
+
     def _complain_of_waiting(self):
+        """With ``strict`` returns what to raise."""
         message = (
-            f"The last checkpoint was not written within {self._last_write_seconds:.0f} s; "
+            f"A checkpoint was not written within {self._last_write_seconds:.0f} s; "
             f"{self._directory} is slow or hangs."
         )
         if self._strict:
-            raise TimeoutError(message)
+            return message
         warnings.warn(message, stacklevel=2)
+        return None
 
     def _stop_watching(self):
         if self._notice is not None:
@@ -244,7 +274,7 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
         moment = self._moment(is_epoch_end, preempted)
         wants = is_due or self._is_owed or any(p.due(moment) for p in self._by_chief)
         if stops:
-            self._writer.wait(self._last_write_seconds)
+            self._writer.wait(min(self._last_write_seconds, _PATIENCE_SECONDS))
         elif preempted:
             self._writer.wait(self._on_preemption.grace_seconds / 2)
         saves = wants and not self._writer.is_busy
@@ -266,9 +296,12 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
         """The chief's decision, on every worker."""
         if self._board is None:
             return decision
+        self._tell_of_notice()
+        return self._board.from_chief("checkpoint", decision)
+
+    def _tell_of_notice(self):
         if not self._is_chief and self._notice is not None and self._notice.given:
             self._board.post("preempted")
-        return self._board.from_chief("checkpoint", decision)
 
     def _is_noticed(self):
         if not self._notice.given and self._board is not None:
@@ -297,14 +330,16 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
                 self._board.post(f"preempted/{number}/saved")
         else:
             self._board.wait_for(f"preempted/{number}/saved", grace + 5.0)
-        self._stop_watching()
         raise checkpoints.Preempted
 
     # -------------------------------------------------------------------------- saving
 
     def _save(self, logs, is_epoch_end, finished=False):
         """Takes the values, on all workers, and lets the chief's thread write them."""
-        # What needs all workers comes first.
+        # What needs all workers comes first; and what may be wrong is so on all of them.
+        arrays = {}
+        callback_states = _callback_states.get_states(self._callbacks)
+        callback_states = checkpoints.pack(callback_states, "callbacks", arrays)
         is_within = not is_epoch_end
         metrics = _variables.read(_variables.metrics_of(self.model)) if is_within else {}
         residuals = _variables.residuals(_variables.exchanges_of(self.model), self._board)
@@ -312,9 +347,9 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
         self._last_step = self._step
         if not self._is_chief:
             return
-        tensors = {**_variables.read(_variables.state_of(self.model)), **metrics, **residuals}
+        state = _variables.read(_variables.state_of(self.model))
+        tensors = {**state, **metrics, **residuals, **arrays}
         strategy = self.model.distribute_strategy
-        callback_states = _callback_states.get_states(self._callbacks)
         info = {
             "epoch": self._epoch,
             "step_in_epoch": self._steps_in_epoch,
@@ -328,7 +363,7 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
             "logs": _numbers(logs),
             "state": {
                 "position": self._position.get(),
-                "callbacks": checkpoints.pack(callback_states, "callbacks", tensors),
+                "callbacks": callback_states,
             },
         }
         self._writer.start(functools.partial(self._write, self._step, tensors, info))
@@ -354,9 +389,13 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
                 unknown.add(entry.path)
         kept = self._keep.kept(saved) | {newest.path} | unknown
         for entry in found:
-            if entry.path not in kept:
+            if entry.path in kept:
+                continue
+            self._logs_of.pop(entry.path, None)
+            try:
                 checkpoints.delete(entry, self._storage)
-                self._logs_of.pop(entry.path, None)
+            except OSError as error:
+                warnings.warn(f"{entry.path} could not be removed: {error}.", stacklevel=2)
 
     def _logs(self, entry):
         if entry.path not in self._logs_of:
@@ -364,24 +403,19 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
             self._logs_of[entry.path] = manifest.get("logs", {})
         return self._logs_of[entry.path]
 
-    def _take_failure(self, is_last=False):
-        """Warns of a write that has failed; with ``strict``, says what to raise."""
+    def _take_failure(self):
+        """Warns of a write that has failed; where that ends the training, returns what to raise."""
         error = self._writer.take_error()
         if error is None:
             return None
         message = (
             f"A checkpoint could not be written to {self._directory}: "
-            f"{type(error).__name__}: {error}."
+            f"{type(error).__name__}: {error}"
         )
-        if not isinstance(error, OSError):
-            raise error
-        if not self._strict:
-            again = "It was the last one." if is_last else "The next save is tried as usual."
-            warnings.warn(f"{message} {again}", stacklevel=2)
-            return None
-        if is_last:
-            raise OSError(message) from error
-        return message
+        if self._strict or not isinstance(error, OSError):
+            return message
+        warnings.warn(f"{message}. It is tried again when a save is due.", stacklevel=2)
+        return None
 
     # ------------------------------------------------------------------------ restoring
 
@@ -404,6 +438,7 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
     def _read(self):
         """On the chief: the newest good checkpoint, None, or the error to raise on all workers."""
         try:
+            wait_for_all()  # of an earlier fit of this process, which has failed
             self._storage.make_folder(self._directory)
             checkpoints.clean(self._directory, self._storage)
             checkpoint = checkpoints.newest(self._directory, self._storage)
@@ -433,10 +468,23 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
             checkpoint = self._same(checkpoints.Entry(*notice["entry"]), notice["sha256"])
         if all(self._board.gather("restore", checkpoint is not None)):
             return checkpoint
-        return checkpoints.CheckpointError(
-            f"Not all workers can read the checkpoint that the chief has in {self._directory}. "
-            "Give all of them the same folder, on a file system that they share."
-        )
+        return self._sent(checkpoint)
+
+    def _sent(self, checkpoint):
+        """Sends the checkpoint to the workers, of which some don't see the chief's folder."""
+        manifest = self._board.from_chief("restore", checkpoint and checkpoint.manifest)
+        group = self.model.distribute_strategy.extended.host_group()
+        tensors = {}
+        for listed in manifest["tensors"]:
+            name, shape = listed["name"], tuple(listed["shape"])
+            like = np.empty(shape, checkpoints.dtype_of(listed["dtype"]))
+            value = checkpoint.tensors[name] if self._is_chief else like
+            data = np.ascontiguousarray(value).tobytes()
+            words = tf.constant(np.frombuffer(data + bytes(-len(data) % 4), np.int32))
+            words = group.broadcast(words, self._is_chief).numpy() if data else words.numpy()
+            tensors[name] = np.frombuffer(words.tobytes()[: len(data)], like.dtype).reshape(shape)
+        entry = checkpoints.Entry(manifest["step"], 0, f"{self._directory} of the chief")
+        return checkpoints.Checkpoint(entry, manifest, tensors)
 
     def _same(self, entry, files):
         """The checkpoint that the chief has read, or None where this worker does not see it."""

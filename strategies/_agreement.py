@@ -14,6 +14,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import context
 
+_ROUNDS_KEPT = 1000
+
 
 class WorkersDisagree(RuntimeError):
     """Raised on every worker when a setting that all must share differs between them."""
@@ -60,9 +62,12 @@ class Board:
         Raises:
             TimeoutError: the chief did not post its value in ``wait_seconds``.
         """
-        key = f"tfdist/{topic}/{self._next_round(topic)}"
+        round_ = self._next_round(topic)
+        key = f"tfdist/{topic}/{round_}"
         if self.rank == 0:
             self._insert(key, json.dumps(value))
+            if round_ > _ROUNDS_KEPT:  # nobody is that far behind
+                self._forget(f"tfdist/{topic}/{round_ - _ROUNDS_KEPT}")
             return value
         return json.loads(self._read(key, topic, 0))
 

@@ -36,6 +36,7 @@ __all__ = [
     "Preempted",
     "clean",
     "delete",
+    "dtype_of",
     "entries",
     "entry_of",
     "load",
@@ -400,11 +401,15 @@ def _read_verified(storage, path, contents):
 
 
 def _tensor(buffer, entry):
-    name = entry["dtype"]
-    dtype = np.dtype(getattr(ml_dtypes, name, name))
+    dtype = dtype_of(entry["dtype"])
     size = math.prod(entry["shape"]) * dtype.itemsize
     data = buffer[entry["offset"] : entry["offset"] + size]
     return data.view(dtype).reshape(entry["shape"])
+
+
+def dtype_of(name):
+    """The numpy dtype of a name in a manifest, such as "float32" or "bfloat16"."""
+    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def newest(directory, storage=None):

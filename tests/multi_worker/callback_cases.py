@@ -181,6 +181,62 @@ def backups_that_differ(env):
     return once(env.directory / ("chief" if env.index == 0 else "nothing-here"))
 
 
+def goes_on_exactly(workers):
+    for arrays in workers:
+        for key, value in arrays.items():
+            if key.startswith("undisturbed/"):
+                np.testing.assert_array_equal(value, arrays[key.split("/", 1)[1]], key)
+
+
+def gone_on(env, folder):
+    """Trains 3 epochs in one go, and interrupted in the middle of the second one."""
+
+    def once(directory, *extra):
+        keras.utils.clear_session()  # the variables' names are those of a fresh process
+        keras.utils.set_random_seed(1)
+        with env.scope():
+            model = mlp()
+            model.compile(adam(), cross_entropy())
+        model.fit(
+            X,
+            Y,
+            batch_size=BATCH,
+            epochs=3,
+            verbose=0,
+            callbacks=[
+                tfdist.callbacks.FaultTolerantCheckpoint(
+                    directory,
+                    save=tfdist.callbacks.every_steps(3),
+                    keep=tfdist.callbacks.latest(2),
+                ),
+                *extra,
+            ],
+        )
+        return state(model)
+
+    undisturbed = once(env.directory / f"whole-{folder}")
+    try:
+        once(env.directory / folder, Interrupt(batch=len(X) // BATCH + 5))
+    except InterruptedError:
+        env.barrier("interrupted")
+    else:
+        raise AssertionError("was not interrupted")
+    arrays = once(env.directory / folder)
+    pairs = zip(arrays, undisturbed.values(), strict=True)
+    return {**arrays, **{f"undisturbed/{key}": value for key, value in pairs}}
+
+
+@CASES.case(topologies=WORKERS, compare=(), check=goes_on_exactly)
+def fault_tolerant_checkpoint(env):
+    return gone_on(env, "checkpoints")
+
+
+@CASES.case(topologies=("2x1",), compare=(), check=goes_on_exactly)
+def fault_tolerant_checkpoint_that_the_chief_alone_sees(env):
+    """The workers' folders are their own: the chief sends what it has read."""
+    return gone_on(env, f"checkpoints-{env.index}")
+
+
 @file_case
 def csv_logger(env):
     """Two fits, the second appended: one header, one row for each epoch."""

@@ -126,6 +126,54 @@ def asynchronous_fit(env):
     return arrays | counts
 
 
+class Interrupt(keras.callbacks.Callback):
+    """Ends the fit in its second epoch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations) == len(X) // BATCH + 5:
+            raise InterruptedError
+
+
+def _goes_on(workers):
+    (chief,) = workers
+    assert chief["difference"] < 1e-6
+    assert chief["resumed at"] > len(X) // BATCH  # not from the start
+
+
+@_OWN.case(topologies=("ps_shards",), compare=(), check=_goes_on)
+def fault_tolerant_checkpoint(env):
+    """Under Sync() a run that was interrupted has the weights of one that was not."""
+
+    def once(folder, *others):
+        keras.utils.clear_session()  # the variables' names are those of a fresh process
+        keras.utils.set_random_seed(1)
+        with env.scope():
+            model = mlp()
+            model.compile(adam(), cross_entropy())
+        first = []
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: first.append(int(model.optimizer.iterations))
+        )
+        checkpoint = tfdist.callbacks.FaultTolerantCheckpoint(
+            env.directory / folder, save=tfdist.callbacks.every_steps(3)
+        )
+        callbacks = [checkpoint, note, *others]
+        model.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0, callbacks=callbacks)
+        variables = [*model.variables, *model.optimizer.variables]
+        return [np.array(v) for v in variables], first[0]
+
+    whole, _ = once("whole")
+    try:
+        once("broken", Interrupt())
+    except InterruptedError:
+        found, first = once("broken")
+    else:
+        raise AssertionError("was not interrupted")
+    pairs = zip(whole, found, strict=True)
+    difference = max(np.abs(a.astype("float64") - b).max() for a, b in pairs)
+    return {"difference": difference, "resumed at": first}
+
+
 def _saved_files_agree(workers):
     (chief,) = workers
     assert chief["difference"] == 0

@@ -1,0 +1,249 @@
+"""A fit that is interrupted and started again trains as if nothing had been, in one process.
+
+Without a strategy, on two devices, and with a split model. Several workers are in
+``multi_worker/callback_cases.py``, parameter servers in ``parameter_server/cases.py``.
+"""
+
+import contextlib
+import io
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfdist
+from tfdist import callbacks as C
+
+RANDOM = np.random.RandomState(0)
+X = RANDOM.randn(84, 8).astype("float32")  # five batches of 16 and one of 4
+Y = (X[:, :3].sum(1) > 0).astype("int32")
+BATCH, STEPS = 16, 6
+
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 8
+)
+
+SCOPES = {
+    "alone": contextlib.nullcontext,
+    "mirrored": lambda: tfdist.MirroredStrategy(["CPU:0", "CPU:1"]).scope(),
+    "compressed": lambda: tfdist.MirroredStrategy(
+        ["CPU:0", "CPU:1"], compression=tfdist.compression.error_feedback(_top_k())
+    ).scope(),
+    "split": lambda: tfdist.ModelParallelStrategy(["CPU:0", "CPU:1"], stages=2).scope(),
+    "tensor": lambda: tfdist.ModelParallelStrategy(["CPU:0", "CPU:1"], tensor=2).scope(),
+}
+
+
+def _top_k():
+    return tfdist.compression.top_k(0.2)
+
+
+def mlp():
+    layers = [
+        keras.layers.Dense(8, "tanh"),
+        keras.layers.Dropout(0.25, seed=3),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dense(2),
+    ]
+    return keras.Sequential([keras.Input((8,)), *layers])
+
+
+def deferred():
+    return keras.Sequential(mlp().layers)
+
+
+def compiled(scope="alone", build=mlp, optimizer=lambda: keras.optimizers.Adam(0.01), **options):
+    keras.utils.clear_session()
+    keras.utils.set_random_seed(1)
+    with SCOPES[scope]() if isinstance(scope, str) else scope:
+        model = build()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer(), loss, **{"metrics": ["accuracy"], **options})
+    return model
+
+
+class Interrupt(keras.callbacks.Callback):
+    """Ends the fit like an error after some steps."""
+
+    def __init__(self, after):
+        super().__init__()
+        self.left = after
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if self.left == 0:
+            raise InterruptedError
+
+
+def arrays():
+    return {"x": X, "y": Y, "batch_size": BATCH}
+
+
+def dataset(*, seed=5, drop=False):
+    rows = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(40, seed=seed)
+    return rows.batch(BATCH, drop_remainder=drop).prefetch(2)
+
+
+def generator():
+    def batches():
+        for i in range(1000):
+            rows = np.arange(i * BATCH, (i + 1) * BATCH) % len(X)
+            yield X[rows], Y[rows]
+
+    return batches()
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, i):
+        return X[i * BATCH : (i + 1) * BATCH], Y[i * BATCH : (i + 1) * BATCH]
+
+
+def unknown_length():
+    return tf.data.Dataset.from_generator(
+        lambda: ((X[i : i + BATCH], Y[i : i + BATCH]) for i in range(0, 84, BATCH)),
+        output_signature=(tf.TensorSpec((None, 8)), tf.TensorSpec((None,), tf.int32)),
+    )
+
+
+INPUTS = {
+    "arrays": arrays,
+    "arrays in order": lambda: {**arrays(), "shuffle": False},
+    "arrays by batch": lambda: {**arrays(), "shuffle": "batch"},
+    "dataset": lambda: {"x": dataset()},
+    "dataset over epochs": lambda: {"x": dataset(drop=True).repeat(), "steps_per_epoch": 7},
+    "generator": lambda: {"x": generator(), "steps_per_epoch": STEPS},
+    "unknown length": lambda: {"x": unknown_length()},
+    "PyDataset": lambda: {"x": Batches()},
+    "PyDataset in threads": lambda: {"x": Batches(workers=2)},
+}
+
+
+def fit(model, directory, *others, save=None, **options):
+    data = options.pop("data", arrays)()
+    options = {**data, "epochs": 3, "verbose": 0, **options}
+    save = save or C.every_steps(2)
+    checkpoint = C.FaultTolerantCheckpoint(directory, save=save, keep=C.latest(2))
+    return model.fit(callbacks=[checkpoint, *others], **options).history
+
+
+def state(model):
+    variables = [*model.variables, *model.optimizer.variables]
+    return [np.array(v) for v in variables]
+
+
+def assert_resumes(directory, after, scope="alone", others=lambda: (), options=None, **model):
+    """What is interrupted ``after`` so many executions ends like what is not."""
+    options = options or {}
+    whole = compiled(scope, **model)
+    expected = fit(whole, directory / "whole", *others(), **options)
+    for number in after:
+        broken = compiled(scope, **model)
+        with pytest.raises(InterruptedError):
+            fit(broken, directory / "broken", *others(), Interrupt(number), **options)
+    again = compiled(scope, **model)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        found = fit(again, directory / "broken", *others(), **options)
+    assert "resumes at epoch" in printed.getvalue()
+    assert found.keys() == expected.keys()
+    for name in expected:
+        # (Of several replicas a metric is saved as one sum, which rounds otherwise.)
+        tolerance = 0 if scope == "alone" else 1e-6
+        np.testing.assert_allclose(found[name], expected[name], tolerance, err_msg=name)
+    for one, other in zip(state(again), state(whole), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("data", INPUTS)
+def test_inputs(data, tmp_path):
+    """Twice interrupted: in the first epoch, and after it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "The dataset has a shuffle")
+        assert_resumes(tmp_path, [3, 8], options={"data": INPUTS[data]})
+
+
+@pytest.mark.parametrize("scope", [s for s in SCOPES if s != "alone"])
+def test_strategies(scope, tmp_path):
+    assert_resumes(tmp_path, [9], scope)
+
+
+@pytest.mark.parametrize("data", ["dataset", "dataset over epochs"])
+def test_inputs_under_a_strategy(data, tmp_path):
+    assert_resumes(tmp_path, [9], "mirrored", options={"data": INPUTS[data]})
+
+
+@pytest.mark.parametrize("after", [2, 3, 5])
+@pytest.mark.parametrize("data", ["arrays", "unknown length"])
+def test_several_steps_per_execution(after, data, tmp_path):
+    """Of which four and two make an epoch."""
+    options = {"data": INPUTS[data], "save": C.every_steps(1)}
+    assert_resumes(tmp_path, [after], options=options, steps_per_execution=4)
+
+
+@pytest.mark.parametrize(("after", "scope"), [(6, "alone"), (7, "alone"), (12, "mirrored")])
+def test_at_the_border_of_epochs(after, scope, tmp_path):
+    assert_resumes(tmp_path, [after], scope, options={"save": C.every_steps(1)})
+
+
+def test_at_the_end_of_an_epoch(tmp_path):
+    assert_resumes(tmp_path, [9], options={"save": C.every_epochs(1)})
+
+
+def other_callbacks():
+    return [
+        keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, min_delta=10.0),
+        keras.callbacks.EarlyStopping("val_loss", patience=3, min_delta=10.0),
+        keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9),
+        Counter(),
+    ]
+
+
+class Counter(keras.callbacks.Callback):
+    """A callback with a state of its own, which changes the learning rate."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = np.zeros(2, "int64")
+
+    def get_state(self):
+        return {"steps": self.steps, "more": [1.5, None, "text"]}
+
+    def set_state(self, state):
+        assert state["more"] == [1.5, None, "text"]
+        self.steps = state["steps"]
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps[0] % 4 == 0:
+            self.model.optimizer.learning_rate.assign(0.02 / self.steps[1])
+
+
+@pytest.mark.parametrize("scope", ["alone", "mirrored"])
+@pytest.mark.parametrize("after", [9, 21])
+def test_other_callbacks_go_on(scope, after, tmp_path):
+    options = {"epochs": 6, "validation_data": (X[:30], Y[:30]), "save": C.every_steps(3)}
+    assert_resumes(tmp_path, [after], scope, other_callbacks, options)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"build": deferred},
+        {"optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)},
+        {"optimizer": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)},
+        {
+            "optimizer": lambda: keras.optimizers.LossScaleOptimizer(
+                keras.optimizers.Adam(0.01), 2.0**10
+            )
+        },
+        {"jit_compile": True},
+        {"jit_compile": False, "run_eagerly": True},
+    ],
+    ids=lambda model: "-".join(model),
+)
+def test_models(model, tmp_path):
+    assert_resumes(tmp_path, [4, 5], **model)
