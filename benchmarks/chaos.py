@@ -26,6 +26,7 @@ FAULTS = Path(__file__).resolve().parent.parent / "tests" / "faults"
 
 
 def load_harness():
+    """The module ``harness`` of ``tests/faults``."""
     spec = importlib.util.spec_from_file_location("harness", FAULTS / "harness.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -56,6 +57,7 @@ def by_kind(recoveries):
 
 
 def main():
+    """Runs the job without kills, then with them; exits with 1 if it did not come out the same."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--workers", type=int, default=2)

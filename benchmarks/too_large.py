@@ -23,6 +23,11 @@ LAYERS = 24
 
 
 def main():
+    """Sets the limit, makes the model and trains it.
+
+    Raises:
+        tf.errors.ResourceExhaustedError: (or MemoryError) the limit is too low.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, required=True, help=f"of each of {LAYERS} layers")
     parser.add_argument("--limit", type=float, required=True, help="MB")

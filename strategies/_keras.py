@@ -1153,7 +1153,7 @@ def _fit_from_a_position(stock):
         else:
             call.arguments["callbacks"] = given
         position = Position()
-        object.__setattr__(self, "_tfdist_position", position)
+        object.__setattr__(self, "_tfdist_input_position", position)
         user.use_position(position, given)
         initial_epoch = self._initial_epoch
         try:
@@ -1161,7 +1161,7 @@ def _fit_from_a_position(stock):
                 return stock(*call.args, **call.kwargs)
         finally:
             user.use_position(None, [])
-            object.__delattr__(self, "_tfdist_position")
+            object.__delattr__(self, "_tfdist_input_position")
             self._initial_epoch = initial_epoch
 
     return fit
@@ -1248,7 +1248,7 @@ def _feed_replicas(stock):
             position.seed = position.seed if seed is None else seed
             position.batch_size = getattr(adapter, "batch_size", None)
             position.bind(self, source, dataset, order, py_dataset)
-            self._tfdist_position = position
+            self._tfdist_input_position = position
         elif order is not None:
             source.before_epoch = lambda: order.assign_add([0, 1])
 
@@ -1258,7 +1258,7 @@ def _feed_replicas(stock):
 @_replaces(epoch_iterator.EpochIterator, "_enumerate_iterator", ["self"])
 def _enumerate_from_a_position(stock):
     def _enumerate_iterator(self):
-        position = getattr(self, "_tfdist_position", None)
+        position = getattr(self, "_tfdist_input_position", None)
         if position is None or not position.is_pending:
             return stock(self)
         return position.resume(stock(self))
@@ -1270,7 +1270,7 @@ def _enumerate_from_a_position(stock):
 def _logs_of_an_epoch_that_had_ended(stock):
     def _get_metrics_result_or_logs(self, logs):
         # A resumed epoch without any step left: Keras has no logs of it.
-        position = getattr(self, "_tfdist_position", None)
+        position = getattr(self, "_tfdist_input_position", None)
         if position is not None and isinstance(logs, dict) and not logs:
             logs = position.logs or logs
         return stock(self, logs)

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import pytest
 
 RUNNER = Path(__file__).parent / "conformance" / "runner.py"
-sys.path.append(str(RUNNER.parent))  # for tables, and for the tests in parity.py
+# For tables, for the tests in parity.py, and for launching.py.
+sys.path += [str(RUNNER.parent), str(Path(__file__).parent)]
 
 START_SECONDS = 120  # from process start to the first case
 CASE_SECONDS = 120  # for one case on all workers

@@ -10,17 +10,15 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 
 import pytest
+from launching import LAUNCH, running, until
 
 from tfdist import _doctor, _placement, launch
 from tfdist import cluster as clusters
 from tfdist._output import split_lines
 from tfdist._ssh import ssh_command
 from tfdist.rendezvous import listen
-
-LAUNCH = [sys.executable, "-m", "tfdist.launch"]
 
 # What the scripts begin with.
 PRELUDE = """
@@ -72,26 +70,6 @@ def run(*args, **options):
     return subprocess.run(
         [*LAUNCH, "run", *args], capture_output=True, text=True, timeout=50, **options
     )
-
-
-@contextlib.contextmanager
-def running(*args, **options):
-    """Starts the launcher; ends it at last."""
-    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | options
-    with subprocess.Popen([*LAUNCH, "run", *args], **options) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def until(condition, seconds=20.0):
-    """Waits until the condition holds."""
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-    return result
 
 
 def is_alive(pid):

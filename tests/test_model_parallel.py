@@ -488,7 +488,6 @@ def test_stages_are_cut_by_measured_costs():
 
 
 def test_plan_is_drawn(tmp_path):
-    pytest.importorskip("matplotlib")
     strategy = tfdist.ModelParallelStrategy(stages=3, data=1)
     train(dense_model, "sgd", strategy, rows=BATCH)
     strategy.plan.plot(tmp_path / "plan.png")

@@ -5,19 +5,16 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
+from launching import LAUNCH, running, until
 
 from tfdist import cluster as clusters
 from tfdist._hang import StepWatch
 from tfdist._restarts import Budget, Slots, got_somewhere
 from tfdist.progress import Progress
-
-LAUNCH = [sys.executable, "-m", "tfdist.launch", "run"]
 
 # What the scripts begin with: `step(n)` ends n steps, `note(word)` tells the test.
 PRELUDE = """
@@ -61,28 +58,13 @@ def script(tmp_path):
 
 def run(*args, **options):
     """Runs the launcher to its end."""
-    return subprocess.run([*LAUNCH, *args], capture_output=True, text=True, timeout=60, **options)
+    command = [*LAUNCH, "run", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
 
 
-@contextlib.contextmanager
-def running(*args):
-    """Starts the launcher; ends it at last."""
-    with subprocess.Popen(
-        [*LAUNCH, *args], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def until(condition, seconds=20.0):
-    """Waits until the condition holds."""
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-    return result
+def heard(*args):
+    """A running launcher whose output is read."""
+    return running(*args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def notes(tmp_path):
@@ -275,7 +257,7 @@ def test_sigterm_to_the_launcher_lets_the_job_save(script, tmp_path):
         note("ready")
         time.sleep(600)
     """)
-    with running("-n", "2", "--max-restarts", "5", path) as process:
+    with heard("-n", "2", "--max-restarts", "5", path) as process:
         until(lambda: len(notes(tmp_path)) == 2)
         process.terminate()
         assert process.wait(timeout=20) == 75
@@ -284,7 +266,7 @@ def test_sigterm_to_the_launcher_lets_the_job_save(script, tmp_path):
 
 def test_signal_ends_the_pause_before_a_restart(script):
     path = script("sys.exit(1)")
-    with running("--max-restarts", "9", path) as process:
+    with heard("--max-restarts", "9", path) as process:
         for line in process.stdout:
             if "starts again in 2 s" in line:
                 break
@@ -425,7 +407,7 @@ def hosts(script, tmp_path):
 
             def start(number, *more):
                 return stack.enter_context(
-                    running(
+                    heard(
                         *("--hosts", ",".join(names), "--port", port, "--host", names[number]),
                         *("--startup-timeout", "20", *options, *more, path),
                     )
