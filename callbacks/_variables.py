@@ -54,9 +54,7 @@ def _named(prefix, variables):
 
 
 def read(variables):
-    """The values of a dict of variables, as numpy arrays which later steps leave alone."""
-    # TensorFlow copies a value that is still held before it changes a variable: on the CPU this
-    # costs no copy here.
+    """The values of a dict of variables, as numpy arrays which later steps leave alone: copies."""
     return {name: _value(variable).numpy() for name, variable in variables.items()}
 
 
@@ -108,7 +106,8 @@ def _matched(variables, tensors, where):
 
 
 def _unnumbered(name):
-    return re.sub(r"_\d+(?=/|#|$)", "", name)
+    # An optimizer's slots have the number within: adam/mlp_dense_3_kernel_momentum.
+    return re.sub(r"_\d+(?=[/#_]|$)", "", name)
 
 
 def residuals(exchanges, board):

@@ -54,8 +54,13 @@ def deferred():
     return keras.Sequential(mlp().layers)
 
 
-def compiled(scope="alone", build=mlp, optimizer=lambda: keras.optimizers.Adam(0.01), **options):
-    keras.utils.clear_session()
+def adam():
+    return keras.optimizers.Adam(0.01)
+
+
+def compiled(scope="alone", build=mlp, optimizer=adam, clears=True, **options):
+    if clears:
+        keras.utils.clear_session()
     keras.utils.set_random_seed(1)
     with SCOPES[scope]() if isinstance(scope, str) else scope:
         model = build()
@@ -134,6 +139,28 @@ def fit(model, directory, *others, save=None, **options):
 def state(model):
     variables = [*model.variables, *model.optimizer.variables]
     return [np.array(v) for v in variables]
+
+
+def test_a_model_made_again_in_one_process(tmp_path):
+    """Keras then gives its layers, and the optimizer's slots, other numbers."""
+    with pytest.raises(InterruptedError):
+        fit(compiled(), tmp_path, Interrupt(9))
+    names = []
+    for clears in (True, False):
+        model = compiled(clears=clears)
+        fit(model, tmp_path)
+        names.append([v.path for v in model.optimizer.variables])
+    assert names[0] != names[1]
+    assert int(model.optimizer.iterations) == 3 * STEPS
+
+
+def test_another_model_is_refused(tmp_path):
+    fit(compiled(), tmp_path, epochs=1)
+    other = compiled(optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9))
+    with pytest.raises(
+        tfdist.checkpoints.CheckpointError, match="is of another model or optimizer"
+    ):
+        fit(other, tmp_path)
 
 
 def assert_resumes(directory, after, scope="alone", others=lambda: (), options=None, **model):

@@ -192,7 +192,6 @@ def gone_on(env, folder):
     """Trains 3 epochs in one go, and interrupted in the middle of the second one."""
 
     def once(directory, *extra):
-        keras.utils.clear_session()  # the variables' names are those of a fresh process
         keras.utils.set_random_seed(1)
         with env.scope():
             model = mlp()

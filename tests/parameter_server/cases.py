@@ -145,7 +145,6 @@ def fault_tolerant_checkpoint(env):
     """Under Sync() a run that was interrupted has the weights of one that was not."""
 
     def once(folder, *others):
-        keras.utils.clear_session()  # the variables' names are those of a fresh process
         keras.utils.set_random_seed(1)
         with env.scope():
             model = mlp()
