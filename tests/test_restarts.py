@@ -217,6 +217,34 @@ def test_restarts_are_recorded(script, tmp_path):
     assert not list(logs.glob("*.new"))
 
 
+def test_runs_of_an_earlier_launcher_stay_in_the_record(script, tmp_path):
+    path = script("""
+        note()
+        if attempt == 0 and len(notes()) < 3:
+            sys.exit(5)
+        if len(notes()) == 2:
+            time.sleep(600)
+    """)
+    options = ["--max-restarts", "3", "--log-dir", str(tmp_path)]
+    with heard(*options, path) as launcher:
+        until(lambda: len(notes(tmp_path)) == 2)
+        launcher.kill()
+    assert [run(*options, path).returncode for _ in range(2)] == [0, 0]
+    found = record(tmp_path)
+    lost, second = found["earlier"]
+    assert (lost["state"], second["state"], found["state"]) == ("lost", "ended", "ended")
+    assert lost["attempts"][0]["reason"] == "worker 0 failed with exit code 5"
+    assert [len(one["attempts"]) for one in (lost, second, found)] == [2, 1, 1]
+    assert "outcome" not in lost["attempts"][1] and "earlier" not in lost
+
+    (tmp_path / "run.json").write_text("[]")
+    result = run(*options, path)
+    assert result.returncode == 0
+    assert "run.json cannot be read" in result.stderr
+    assert (tmp_path / "run.json.unreadable").read_text() == "[]"
+    assert record(tmp_path)["earlier"] == []
+
+
 def test_budget_of_an_hour_ends_the_job(script, tmp_path):
     path = script("step(1); sys.exit(4)")
     options = ["--max-restarts", "9", "--max-restarts-per-hour", "1", "--log-dir", str(tmp_path)]

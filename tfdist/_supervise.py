@@ -1,5 +1,6 @@
 """A job from its first attempt to its last."""
 
+import contextlib
 import functools
 import json
 import os
@@ -20,13 +21,20 @@ class Record:
     """`run.json`: what was started, and how each attempt ended. Whole at any moment.
 
     Args:
-        path: of the file; None for none.
+        path: of the file; None for none. The runs that it tells of are kept in `earlier`.
         about: what is known from the start (JSON-able).
     """
 
     def __init__(self, path: str | None, about: Mapping):
         self._path = path
-        self._content = {"version": 1, **about, "state": "running", "attempts": []}
+        earlier = [] if path is None else _runs_in(path)
+        self._content = {
+            "version": 1,
+            **about,
+            "state": "running",
+            "attempts": [],
+            "earlier": earlier,
+        }
 
     def begin(self, **attempt) -> None:
         """Adds an attempt."""
@@ -61,6 +69,25 @@ class Record:
             os.replace(beside, self._path)
         except OSError as error:  # A full disk must not end the job.
             say(f"tfdist run: {self._path} cannot be written: {error.strerror}.")
+
+
+def _runs_in(path: str) -> list[dict]:
+    """The runs that a `run.json` tells of, the oldest first."""
+    try:
+        with open(path) as file:
+            last = json.load(file)
+        earlier = last.pop("earlier", [])
+        if last["state"] == "running":  # nobody was left to say how it ended
+            last["state"] = "lost"
+        return [*earlier, last]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        aside = f"{path}.unreadable"
+        say(f"tfdist run: {path} cannot be read ({error}); it is kept as {aside}.")
+        with contextlib.suppress(OSError):
+            os.replace(path, aside)
+        return []
 
 
 def _now() -> str:
