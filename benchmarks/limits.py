@@ -35,13 +35,13 @@ def step_goals(rows, compressors):
     if "none" in rows and "stock" in rows:
         bound = STOCK_GOALS[100 if rows["none"]["gradients"] >= 100 else 25]
         ratio = rows["none"]["step"] / rows["stock"]["step"]
-        goals.append(_at_most("uncompressed / stock", ratio, bound))
+        goals.append(at_most("uncompressed / stock", ratio, bound))
     for name, row in rows.items():
         ours = name == "none" or name in compressors
         if ours and row["wire_ratio"] is not None:
             goals.append(_wire_goal(f"{name}: wire / formula", row["wire_ratio"]))
         if name in compressors and row["limit"] and 0 < row["rate"] <= LIMIT_GOAL_UP_TO:
-            goals.append(_at_most(f"{name}: step / limit", row["step"] / row["limit"], LIMIT_GOAL))
+            goals.append(at_most(f"{name}: step / limit", row["step"] / row["limit"], LIMIT_GOAL))
         if name in SPEED_UP_OF and row["limit"] and "stock" in rows:
             achieved = rows["stock"]["step"] / row["step"]
             possible = rows["stock"]["step"] / row["limit"]
@@ -63,7 +63,7 @@ def encode_goals(speeds):
 
 
 def small_goal(name, ratio):
-    return _at_most(f"{name}: many small / one", ratio, SMALL_GOAL)
+    return at_most(f"{name}: many small / one", ratio, SMALL_GOAL)
 
 
 def growth_goal(name, workers, ratio):
@@ -77,7 +77,8 @@ def goal_line(goal):
     return f"{goal['goal']:44}{goal['value']:10.2f}  goal {sign} {bound}: {verdict}"
 
 
-def _at_most(label, value, bound):
+def at_most(label, value, bound):
+    """A goal that is met by a small value."""
     return _goal(label, value, "<=", bound, value <= bound)
 
 

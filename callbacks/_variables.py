@@ -54,8 +54,12 @@ def _named(prefix, variables):
 
 
 def read(variables):
-    """The values of a dict of variables, as numpy arrays which later steps leave alone: copies."""
-    return {name: _value(variable).numpy() for name, variable in variables.items()}
+    """The values of a dict of variables, as numpy arrays which later steps leave alone.
+
+    On a CPU nothing is copied here: the array shares the variable's memory, and TensorFlow copies
+    what somebody else still reads before it updates it.
+    """
+    return {name: np.asarray(_value(variable)) for name, variable in variables.items()}
 
 
 def _value(variable):

@@ -15,6 +15,7 @@ import tensorflow as tf
 
 import tfdist
 from tfdist import callbacks as C
+from tfdist.callbacks import _variables
 
 RANDOM = np.random.RandomState(0)
 X = RANDOM.randn(84, 8).astype("float32")  # five batches of 16 and one of 4
@@ -56,6 +57,10 @@ def deferred():
 
 def adam():
     return keras.optimizers.Adam(0.01)
+
+
+def averaged_momentum():
+    return keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)
 
 
 def compiled(scope="alone", build=mlp, optimizer=adam, clears=True, **options):
@@ -163,6 +168,39 @@ def test_another_model_is_refused(tmp_path):
         fit(other, tmp_path)
 
 
+class Snapshots(keras.callbacks.Callback):
+    """What is read after each step, and what it was then."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        read = _variables.read(_variables.state_of(self.model))
+        self.seen.append((read, {name: np.copy(value) for name, value in read.items()}))
+
+
+def embedded():
+    layers = [keras.layers.Embedding(50, 4), keras.layers.Flatten(), keras.layers.Dense(2)]
+    return keras.Sequential([keras.Input((8,)), *layers])
+
+
+@pytest.mark.parametrize(
+    ("scope", "jit"), [("alone", True), ("alone", False), ("mirrored", False), ("split", False)]
+)
+@pytest.mark.parametrize("build", [mlp, embedded])
+def test_what_is_read_stays_as_it_was(build, scope, jit):
+    """A checkpoint is written while the training goes on."""
+    model = compiled(scope, build, averaged_momentum, jit_compile=jit)
+    snapshots = Snapshots()
+    model.fit(np.abs(X).round(), Y, epochs=2, batch_size=BATCH, verbose=0, callbacks=[snapshots])
+    for read, was in snapshots.seen:
+        for name, value in was.items():
+            np.testing.assert_array_equal(read[name], value, name)
+    first, last = snapshots.seen[0][1], snapshots.seen[-1][1]
+    assert sum(not np.array_equal(first[name], last[name]) for name in first) > len(first) // 2
+
+
 def assert_resumes(directory, after, scope="alone", others=lambda: (), options=None, **model):
     """What is interrupted ``after`` so many executions ends like what is not."""
     options = options or {}
@@ -260,7 +298,7 @@ def test_other_callbacks_go_on(scope, after, tmp_path):
     "model",
     [
         {"build": deferred},
-        {"optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9, use_ema=True)},
+        {"optimizer": averaged_momentum},
         {"optimizer": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)},
         {
             "optimizer": lambda: keras.optimizers.LossScaleOptimizer(
