@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import warnings
 
 _LOOK_SECONDS = 0.5
@@ -13,14 +14,17 @@ class Notice:
     """Notices while it is watched.
 
     Args:
+        grace_seconds: float, how long this machine is left after a notice.
         file: path whose appearance is a notice; None for what ``TFDIST_PREEMPTION_NOTICE`` says.
 
     Attributes:
         given: whether there was a notice.
     """
 
-    def __init__(self, file=None):
+    def __init__(self, grace_seconds, file=None):
         self.given = False
+        self._grace_seconds = grace_seconds
+        self._end = None  # of the grace, by the monotonic clock
         self._file = file or os.environ.get("TFDIST_PREEMPTION_NOTICE")
         self._previous = None
         self._is_watching = False
@@ -48,17 +52,32 @@ class Notice:
             # None: a handler that was not set from Python cannot be given back.
             signal.signal(signal.SIGTERM, self._previous or signal.SIG_DFL)
 
+    @property
+    def seconds_left(self):
+        """Float: of the grace; not negative."""
+        if self._end is None:
+            return self._grace_seconds
+        return max(0.0, self._end - time.monotonic())
+
+    def give(self):
+        """Takes note; only the first time counts."""
+        if not self.given:
+            self._end = time.monotonic() + self._grace_seconds
+            self.given = True
+
     def _on_signal(self, signum, frame):
-        if self.given:  # the second one: at once
+        if self.given and not self.seconds_left:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
-        self.given = True
+        if self.given:  # Who signals a group and its launcher, which passes it on, signals twice.
+            return
+        self.give()
         os.write(sys.stderr.fileno() if _has_file(sys.stderr) else 2, _MESSAGE)
 
     def _look(self):
         while not self._ended.wait(_LOOK_SECONDS):
             if os.path.exists(self._file):
-                self.given = True
+                self.give()
                 return
 
 

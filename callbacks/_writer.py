@@ -41,6 +41,10 @@ class Writer:
             self._thread.join(max(0.0, seconds))
         return not self.is_busy
 
+    def abandon(self):
+        """Nobody waits for what runs, not even the end of the process."""
+        _writers.discard(self)
+
     def take_error(self):
         """The error of the last function, once; None where there was none."""
         if self.is_busy:

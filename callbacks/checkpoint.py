@@ -1,5 +1,6 @@
 """Checkpoints of a training, from which it goes on as if nothing had happened."""
 
+import contextlib
 import functools
 import importlib
 import json
@@ -32,6 +33,8 @@ from tfdist.storage import storage_of
 _LOOK_SECONDS = 1.0  # between two questions to the chief whether there is anything to do
 _PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 0.001
+_AGAIN = "Training goes on, and saves again when that is due."
+_LAST = "It was to be the last one."
 
 
 class FaultTolerantCheckpoint(keras.callbacks.Callback):
@@ -56,7 +59,8 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
             :func:`on_preemption` and :func:`any_of`. There is always one more save at the end.
         keep: which checkpoints to keep: of :func:`latest`, :func:`best` and :func:`union`. The
             newest one is always kept.
-        strict: whether a checkpoint that cannot be written ends the training.
+        strict: whether a checkpoint that cannot be written ends the training, with an OSError on
+            all workers, at the latest when the next save is due.
         last_write_seconds: float, how long the end of ``fit`` waits for the last write.
 
     Attributes:
@@ -127,6 +131,8 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
         self._num_executions = self._next_look = 0
         self._gap = 1  # executions between two looks
         self._looked = time.monotonic()
+        self._saved_step = 0  # the last that was tried
+        self._has_failed = False  # the last write
         self._is_owed = False  # a save was due while another one was being written
         self._is_over = False  # no more saves in this fit
         self._within_epoch = None  # what is restored once the epoch has begun
@@ -143,7 +149,9 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
         self._restore()
         self._saved_at = time.monotonic()
         if self._on_preemption is not None:
-            self._notice = Notice(self._on_preemption.notice_file)
+            self._notice = Notice(
+                self._on_preemption.grace_seconds, self._on_preemption.notice_file
+            )
             self._notice.start()
 
     def on_epoch_begin(self, epoch, logs=None):
@@ -169,26 +177,32 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
     def on_train_end(self, logs=None):
         decision = None
         if self._is_chief:
-            is_free = self._writer.wait(self._last_write_seconds)
-            decision = {
-                "failure": self._take_failure() if is_free else self._complain_of_waiting(),
-                "save": is_free,
-                "end": self._notice is not None and self._is_noticed(),
-            }
+            decision = self._end_of_write(_LAST if self._is_over else _AGAIN)
         decision = self._agreed_in_time(decision)
         if decision["failure"]:
             raise OSError(decision["failure"])
-        if decision["save"] and self._trained and not self._is_over and not self._is_spoilt(logs):
-            self._save(logs, is_epoch_end=True, finished=True)
-        failure = None
-        if self._is_chief:
-            is_free = self._writer.wait(self._last_write_seconds)
-            failure = self._take_failure() if is_free else self._complain_of_waiting()
-        failure = self._agreed_in_time(failure)
-        if failure:
-            raise OSError(failure)
+        if decision["free"]:
+            if self._trained and not self._is_over and not self._is_spoilt(logs):
+                self._save(logs, is_epoch_end=True, finished=True)
+            decision = self._end_of_write(_LAST) if self._is_chief else None
+            decision = self._agreed_in_time(decision)
+        if decision["failure"]:
+            raise OSError(decision["failure"])
         if decision["end"]:
             raise checkpoints.Preempted
+
+    def _end_of_write(self, outlook):
+        """The chief waits for what is being written; says what has come of it."""
+        limit = time.monotonic() + self._last_write_seconds
+        while not (is_free := self._writer.wait(min(_LOOK_SECONDS, limit - time.monotonic()))):
+            is_noticed = self._notice is not None and self._is_noticed()
+            if time.monotonic() >= limit or is_noticed and not self._notice.seconds_left:
+                break
+        end = self._notice is not None and self._is_noticed()
+        if end and not is_free:
+            self._writer.abandon()
+        failure = self._take_failure(outlook) if is_free else self._complain_of_waiting()
+        return {"free": is_free, "failure": failure, "end": end}
 
     def _agreed_in_time(self, decision):
         """The chief's, on every worker, also where it first waits for a write."""
@@ -216,8 +230,8 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
     def _complain_of_waiting(self):
         """With ``strict`` returns what to raise."""
         message = (
-            f"A checkpoint was not written within {self._last_write_seconds:.0f} s; "
-            f"{self._directory} is slow or hangs."
+            f"The checkpoint of step {self._saved_step} is not written in time "
+            f"({time.monotonic() - self._saved_at:.1f} s): {self._directory} is slow or hangs."
         )
         if self._strict:
             return message
@@ -265,7 +279,7 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
             self._save(logs, is_epoch_end)
         self._is_over = stops or decision["end"]
         if decision["end"]:
-            self._leave(decision["number"])
+            self._leave()
 
     def _decide(self, is_due, stops, is_epoch_end):
         if not self._is_chief:
@@ -276,9 +290,9 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
         if stops:
             self._writer.wait(min(self._last_write_seconds, _PATIENCE_SECONDS))
         elif preempted:
-            self._writer.wait(self._on_preemption.grace_seconds / 2)
+            self._writer.wait(self._notice.seconds_left / 2)
         saves = wants and not self._writer.is_busy
-        failure = self._take_failure()
+        failure = self._take_failure(_AGAIN)
         now = time.monotonic()
         each = (now - self._looked) / self._gap
         self._looked = now
@@ -289,7 +303,6 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
             "end": preempted,
             "gap": self._gap,
             "failure": failure,
-            "number": self._num_executions,
         }
 
     def _agreed(self, decision):
@@ -304,29 +317,35 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
             self._board.post("preempted")
 
     def _is_noticed(self):
-        if not self._notice.given and self._board is not None:
-            self._notice.given = self._board.wait_for("preempted", _POLL_SECONDS) is not None
+        if self._notice.given or self._board is None:
+            return self._notice.given
+        if self._board.wait_for("preempted", _POLL_SECONDS) is not None:
+            self._notice.give()
         return self._notice.given
 
-    def _leave(self, number):
+    def _leave(self):
         """Ends the process of every worker, once the checkpoint is written or time is over."""
         grace = self._on_preemption.grace_seconds
+        number = self._board.next_number("preempted/saved") if self._board is not None else None
         if self._is_chief:
-            began = time.monotonic()
-            if not self._writer.wait(grace):
+            if not self._writer.wait(self._notice.seconds_left):
                 warnings.warn(
-                    f"Preempted: the checkpoint of step {self._step} was not written within "
-                    f"{grace:.0f} s. The one before it will be used.",
+                    f"Preempted: the checkpoint of step {self._saved_step} was not written within "
+                    f"the {grace:g} s of grace_seconds. The one before it will be used.",
                     stacklevel=2,
                 )
-            self._take_failure()
-            seconds = time.monotonic() - began
+                self._writer.abandon()
+            failure = self._take_failure("The one before it will be used.")
+            if failure:
+                warnings.warn(failure, stacklevel=2)
+            is_saved = self.last_written is not None and self.last_written.step == self._step
             print(
-                f"tfdist: preempted after step {self._step}; waited {seconds:.1f} s for the "
-                f"checkpoint. Exit code {checkpoints.PREEMPTED}.",
+                f"tfdist: preempted after step {self._step}, which is "
+                f"{'saved' if is_saved else 'not saved'}. Exit code {checkpoints.PREEMPTED}.",
                 flush=True,
             )
             if self._board is not None:
+                self._board.take_down("preempted")  # this one has been seen to
                 self._board.post(f"preempted/{number}/saved")
         else:
             self._board.wait_for(f"preempted/{number}/saved", grace + 5.0)
@@ -344,7 +363,7 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
         metrics = _variables.read(_variables.metrics_of(self.model)) if is_within else {}
         residuals = _variables.residuals(_variables.exchanges_of(self.model), self._board)
         self._saved_at = time.monotonic()
-        self._last_step = self._step
+        self._last_step = self._saved_step = self._step
         if not self._is_chief:
             return
         state = _variables.read(_variables.state_of(self.model))
@@ -370,7 +389,12 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
 
     def _write(self, step, tensors, info):
         """In the writer's thread."""
+        if self._has_failed:
+            with contextlib.suppress(OSError):  # then the next write fails as well, and says so
+                checkpoints.clean(self._directory, self._storage)
+        self._has_failed = True
         entry = checkpoints.write(self._directory, step, tensors, info, storage=self._storage)
+        self._has_failed = False
         self.last_written = entry
         self._logs_of[entry.path] = info["logs"]
         self._remove_old(entry)
@@ -403,18 +427,18 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
             self._logs_of[entry.path] = manifest.get("logs", {})
         return self._logs_of[entry.path]
 
-    def _take_failure(self):
+    def _take_failure(self, outlook):
         """Warns of a write that has failed; where that ends the training, returns what to raise."""
         error = self._writer.take_error()
         if error is None:
             return None
         message = (
-            f"A checkpoint could not be written to {self._directory}: "
-            f"{type(error).__name__}: {error}"
+            f"The checkpoint of step {self._saved_step} could not be written to "
+            f"{self._directory}: {type(error).__name__}: {error}."
         )
         if self._strict or not isinstance(error, OSError):
             return message
-        warnings.warn(f"{message}. It is tried again when a save is due.", stacklevel=2)
+        warnings.warn(f"{message} {outlook}", stacklevel=2)
         return None
 
     # ------------------------------------------------------------------------ restoring
@@ -440,7 +464,7 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
         try:
             wait_for_all()  # of an earlier fit of this process, which has failed
             self._storage.make_folder(self._directory)
-            checkpoints.clean(self._directory, self._storage)
+            self._clean()
             checkpoint = checkpoints.newest(self._directory, self._storage)
         except (OSError, checkpoints.CheckpointError) as error:
             return error
@@ -448,6 +472,16 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
             newer = checkpoints.entries(self._directory, self._storage)
             self._damaged = {e.path for e in newer if e > checkpoint.entry}
         return checkpoint
+
+    def _clean(self):
+        try:
+            checkpoints.clean(self._directory, self._storage)
+        except OSError as error:  # it can be read, perhaps; each save will say what is wrong
+            warnings.warn(
+                f"What an interrupted save has left in {self._directory} cannot be removed: "
+                f"{error}.",
+                stacklevel=2,
+            )
 
     def _shared(self, checkpoint):
         """The chief's checkpoint on all workers: from the same folder, or sent by the chief."""

@@ -7,6 +7,7 @@ step alone, so that all workers find the same. A keep policy has ``kept(saved) -
 
 import dataclasses
 import math
+import os
 from typing import NamedTuple
 
 
@@ -148,13 +149,17 @@ def on_preemption(grace_seconds=25.0, notice_file=None):
     ``TFDIST_PREEMPTION_NOTICE`` names one), on any worker, all workers save after the same step,
     wait until the checkpoint is written, and end with exit code 75
     (``tfdist.checkpoints.PREEMPTED``), which ``tfdist run --max-restarts`` takes as "start again".
+    Further SIGTERMs change nothing until ``grace_seconds`` have passed; then one ends the process.
 
     Args:
-        grace_seconds: float, how long the machine is left; the wait ends with it.
-        notice_file: path, or None.
+        grace_seconds: float, how long the machine is left. What is not written by then is given
+            up with a warning, and the checkpoint before it counts.
+        notice_file: path, or None. A file that is there when the training begins is a notice, too.
     """
     grace = _positive_number("on_preemption", "grace_seconds", grace_seconds)
-    return _OnPreemption(grace, None if notice_file is None else str(notice_file))
+    if notice_file is not None and not isinstance(notice_file, str | os.PathLike):
+        raise ValueError(f"on_preemption: notice_file must be a path or None, got {notice_file!r}.")
+    return _OnPreemption(grace, None if notice_file is None else os.fspath(notice_file))
 
 
 def any_of(*policies):

@@ -123,6 +123,10 @@ class Board:
         with contextlib.suppress(tf.errors.AlreadyExistsError):
             self._insert(f"tfdist/{key}", value)
 
+    def take_down(self, key):
+        """Removes what was posted as ``key``."""
+        self._forget(f"tfdist/{key}")
+
     def wait_for(self, key, seconds):
         """What was posted as ``key``; None when nothing is within ``seconds``."""
         try:

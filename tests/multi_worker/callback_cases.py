@@ -1,7 +1,11 @@
 """Keras' callbacks: every worker decides the same at the same step, the chief writes the files."""
 
 import csv
+import itertools
+import os
+import signal
 import time
+import warnings
 from unittest import mock
 
 import keras
@@ -188,41 +192,38 @@ def goes_on_exactly(workers):
                 np.testing.assert_array_equal(value, arrays[key.split("/", 1)[1]], key)
 
 
+def saving(env, directory, *extra, save=None, **options):
+    """Trains 3 epochs, or what is left of them; returns the state."""
+    save = save or tfdist.callbacks.every_steps(3)
+    keras.utils.set_random_seed(1)
+    with env.scope():
+        model = mlp()
+        model.compile(adam(), cross_entropy())
+    checkpoint = tfdist.callbacks.FaultTolerantCheckpoint(
+        directory, save=save, keep=tfdist.callbacks.latest(2), **options
+    )
+    for callback in extra:
+        callback.checkpoint = checkpoint
+    model.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0, callbacks=[checkpoint, *extra])
+    return state(model)
+
+
+def beside(arrays, undisturbed):
+    """What ``goes_on_exactly`` compares."""
+    pairs = zip(arrays, undisturbed.values(), strict=True)
+    return {**arrays, **{f"undisturbed/{key}": value for key, value in pairs}}
+
+
 def gone_on(env, folder):
     """Trains 3 epochs in one go, and interrupted in the middle of the second one."""
-
-    def once(directory, *extra):
-        keras.utils.set_random_seed(1)
-        with env.scope():
-            model = mlp()
-            model.compile(adam(), cross_entropy())
-        model.fit(
-            X,
-            Y,
-            batch_size=BATCH,
-            epochs=3,
-            verbose=0,
-            callbacks=[
-                tfdist.callbacks.FaultTolerantCheckpoint(
-                    directory,
-                    save=tfdist.callbacks.every_steps(3),
-                    keep=tfdist.callbacks.latest(2),
-                ),
-                *extra,
-            ],
-        )
-        return state(model)
-
-    undisturbed = once(env.directory / f"whole-{folder}")
+    undisturbed = saving(env, env.directory / f"whole-{folder}")
     try:
-        once(env.directory / folder, Interrupt(batch=len(X) // BATCH + 5))
+        saving(env, env.directory / folder, Interrupt(batch=len(X) // BATCH + 5))
     except InterruptedError:
         env.barrier("interrupted")
     else:
         raise AssertionError("was not interrupted")
-    arrays = once(env.directory / folder)
-    pairs = zip(arrays, undisturbed.values(), strict=True)
-    return {**arrays, **{f"undisturbed/{key}": value for key, value in pairs}}
+    return beside(saving(env, env.directory / folder), undisturbed)
 
 
 @CASES.case(topologies=WORKERS, compare=(), check=goes_on_exactly)
@@ -234,6 +235,129 @@ def fault_tolerant_checkpoint(env):
 def fault_tolerant_checkpoint_that_the_chief_alone_sees(env):
     """The workers' folders are their own: the chief sends what it has read."""
     return gone_on(env, f"checkpoints-{env.index}")
+
+
+class AfterStep(callbacks.Callback):
+    """Calls ``do(self)`` after this step of its fit."""
+
+    def __init__(self, step, do):
+        super().__init__()
+        self.steps, self.step, self.do = 0, step, do
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps == self.step:
+            self.do(self)
+
+
+def until(condition):
+    limit = time.monotonic() + 60
+    while not condition():
+        if time.monotonic() > limit:
+            raise TimeoutError("it did not happen")
+        time.sleep(0.01)
+
+
+def fails_alike_and_goes_on(workers):
+    goes_on_exactly(workers)
+    messages = {str(arrays["message"]) for arrays in workers}
+    assert len(messages) == 1, messages
+    (message,) = messages
+    assert "The checkpoint of step 6 could not be written to" in message, message
+    assert "checkpoints: FileExistsError" in message, message
+
+
+@CASES.case(topologies=WORKERS, compare=(), check=fails_alike_and_goes_on)
+def fault_tolerant_checkpoint_on_a_disk_that_fails(env):
+    """The chief's: training goes on, and with ``strict`` ends on all workers."""
+    undisturbed = saving(env, env.directory / "whole")
+    folder = env.directory / "checkpoints"
+
+    def harm(callback):
+        if env.index == 0:
+            until(lambda: callback.checkpoint.last_written is not None)
+            folder.rename(env.directory / "aside")
+            folder.touch()
+
+    def repair(callback):
+        if env.index == 0:
+            until(lambda: not callback.checkpoint._writer.is_busy)
+            folder.unlink()
+            (env.directory / "aside").rename(folder)
+
+    harms = AfterStep(5, harm)
+    try:
+        saving(env, folder, harms, strict=True)
+    except OSError as error:
+        message = str(error)
+    else:
+        raise AssertionError("was not interrupted")
+    repair(harms)
+    env.barrier("interrupted")
+    newest = tfdist.checkpoints.newest(folder).entry.step
+    assert newest == 3, newest
+    env.barrier("seen")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        arrays = saving(env, folder, AfterStep(5, harm), AfterStep(20, repair))  # 8 and 23 in all
+    assert (env.index == 0) == any("could not be written" in str(w.message) for w in caught)
+    if env.index == 0:
+        steps = [entry.step for entry in tfdist.checkpoints.entries(folder)]
+        assert steps == [57, 60] and not tfdist.checkpoints.verify(folder / "step-0000000060")
+    return {**beside(arrays, undisturbed), "message": np.array(message)}
+
+
+def ended_and_goes_on(workers):
+    goes_on_exactly(workers)
+    steps = workers[0]["steps"].tolist()
+    assert all(a < b for a, b in itertools.pairwise(steps)) and steps[-1] < 60, steps
+
+
+@CASES.case(topologies=WORKERS, compare=(), check=ended_and_goes_on)
+def preempted(env):
+    """A worker, the chief, one that is told by a file: all save after the same step, and end."""
+    undisturbed = saving(env, env.directory / "whole")
+    file = env.directory / f"notice-{env.index}"
+    sync = os.fsync
+
+    def signal_itself():
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def sync_and_signal(descriptor):
+        signal_itself()
+        sync(descriptor)
+
+    def be_told(callback):
+        file.touch()
+        until(lambda: callback.checkpoint._notice.given)
+
+    steps = []
+
+    def interrupted(victim, do, notice_file=None):
+        harm = AfterStep(4, do if env.index == victim else lambda callback: None)
+        on_preemption = tfdist.callbacks.on_preemption(notice_file=notice_file)
+        save = tfdist.callbacks.any_of(tfdist.callbacks.every_steps(50), on_preemption)
+        try:
+            saving(env, env.directory / "checkpoints", harm, save=save)
+        except tfdist.checkpoints.Preempted as end:
+            assert end.code == 75
+        else:
+            raise AssertionError("was not interrupted")
+        newest = tfdist.checkpoints.newest(env.directory / "checkpoints").entry.step
+        steps.append(newest)
+        assert newest == harm.steps + (steps[-2] if steps[1:] else 0)
+        env.barrier(f"interrupted-{len(steps)}")
+
+    interrupted(1, lambda callback: signal_itself())
+    # The chief, and each time that it brings something to the disk once more.
+    with mock.patch.object(os, "fsync", sync_and_signal if env.index == 0 else sync):
+        interrupted(0, lambda callback: signal_itself())
+    interrupted(1, be_told, file)
+    file.unlink(missing_ok=True)
+    with mock.patch.dict(os.environ, {"TFDIST_PREEMPTION_NOTICE": str(file)}):
+        interrupted(0, be_told)
+    arrays = saving(env, env.directory / "checkpoints")
+    return {**beside(arrays, undisturbed), "steps": np.array(steps)}
 
 
 @file_case
