@@ -35,6 +35,7 @@ _PATIENCE_SECONDS = 60.0
 _POLL_SECONDS = 0.001
 _AGAIN = "Training goes on, and saves again when that is due."
 _LAST = "It was to be the last one."
+_BEFORE = "The one before it will be used."
 
 
 class FaultTolerantCheckpoint(keras.callbacks.Callback):
@@ -330,12 +331,12 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
         if self._is_chief:
             if not self._writer.wait(self._notice.seconds_left):
                 warnings.warn(
-                    f"Preempted: the checkpoint of step {self._saved_step} was not written within "
-                    f"the {grace:g} s of grace_seconds. The one before it will be used.",
+                    f"The checkpoint of step {self._saved_step} is not written in the {grace:g} s "
+                    f"of grace_seconds: {self._directory} is slow or hangs. {_BEFORE}",
                     stacklevel=2,
                 )
                 self._writer.abandon()
-            failure = self._take_failure("The one before it will be used.")
+            failure = self._take_failure(_BEFORE)
             if failure:
                 warnings.warn(failure, stacklevel=2)
             is_saved = self.last_written is not None and self.last_written.step == self._step
