@@ -89,6 +89,19 @@ def test_folder_without_checkpoints(tmp_path):
     assert checkpoints.newest(tmp_path / "missing") is None
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_remains_of_interrupted_writes_are_removed(scheme, directory):
+    """Where folders can't be renamed, a checkpoint is complete once it has a manifest."""
+    stays = sorted(os.listdir(directory))
+    remains = directory / (".writing-step-0000000003-7-0" if not scheme else "step-0000000003")
+    remains.mkdir()
+    (remains / "tensors-00000.bin").write_bytes(b"half")
+    (directory / "notes").mkdir()
+    assert [e.step for e in checkpoints.entries(f"{scheme}{directory}")] == [1, 2]
+    checkpoints.clean(f"{scheme}{directory}")
+    assert sorted(os.listdir(directory)) == sorted([*stays, "notes"])
+
+
 def run_command(capsys, *args):
     status = launch.main(["checkpoints", *map(str, args)])
     return status, capsys.readouterr()

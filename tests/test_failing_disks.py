@@ -99,7 +99,8 @@ def whole(directory, undisturbed=None):
         assert not same or len(names) > 10
         for name in names:
             np.testing.assert_array_equal(tensors[name], same[name], f"{entry.path}, {name}")
-    assert sorted(os.listdir(directory)) == sorted(os.path.basename(e.path) for e in found)
+    names = os.listdir(str(directory).removeprefix("file://"))
+    assert sorted(names) == sorted(os.path.basename(e.path) for e in found)
     return sorted({entry.step for entry in found})
 
 
@@ -174,7 +175,7 @@ def full(mounted):
                 file.write(bytes(4096))
         assert caught.value.errno == errno.ENOSPC
 
-    return disk / "saved", fill, lambda: os.remove(disk / "ballast"), errno.ENOSPC
+    return disk / "saved", fill, lambda: os.remove(disk / "ballast"), os.strerror(errno.ENOSPC)
 
 
 @pytest.fixture
@@ -184,7 +185,7 @@ def read_only(mounted):
     def remount(how):
         assert command("mount", "-o", f"remount,{how}") == ""
 
-    return disk / "saved", lambda: remount("ro"), lambda: remount("rw"), errno.EROFS
+    return disk / "saved", lambda: remount("ro"), lambda: remount("rw"), os.strerror(errno.EROFS)
 
 
 @pytest.fixture
@@ -198,7 +199,7 @@ def limited(tmp_path):
     def lift():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-    yield tmp_path, limit, lift, errno.EFBIG
+    yield tmp_path, limit, lift, os.strerror(errno.EFBIG)
     lift()
 
 
@@ -215,30 +216,37 @@ def replaced(tmp_path):
         directory.unlink()
         aside.rename(directory)
 
-    return directory, replace, put_back, errno.EEXIST
+    return directory, replace, put_back, os.strerror(errno.EEXIST)
 
 
-@pytest.mark.parametrize("kind", ["full", "read_only", "limited", "replaced"])
+@pytest.fixture
+def remote(replaced):
+    """The same through TensorFlow's file systems, as for object stores."""
+    directory, *harm_and_repair, _ = replaced
+    return f"file://{directory}", *harm_and_repair, "FailedPreconditionError"
+
+
+@pytest.mark.parametrize("kind", ["full", "read_only", "limited", "replaced", "remote"])
 def test_failed_saves_are_warned_of_and_come_again(kind, undisturbed, request):
-    directory, harm, repair, number = request.getfixturevalue(kind)
+    directory, harm, repair, error = request.getfixturevalue(kind)
     weights, warned = trained(directory, Events(step5=harm, step9=repair))
     assert_same(weights, undisturbed.weights)
     assert len(warned) == 2, warned
     for step, text in zip((6, 8), warned, strict=True):
         assert f"The checkpoint of step {step} could not be written to {directory}: " in text
-        assert os.strerror(number) in text
+        assert error in text
         assert "saves again when that is due" in text
     assert whole(directory, undisturbed) == [2, 4, 10, 12]
 
 
 @pytest.mark.parametrize("kind", ["full", "replaced"])
 def test_strict_ends_the_training(kind, request):
-    directory, harm, repair, number = request.getfixturevalue(kind)
+    directory, harm, repair, error = request.getfixturevalue(kind)
     events = Events(step5=harm)
     with pytest.raises(OSError) as caught:
         trained(directory, events, strict=True)
     assert f"step 6 could not be written to {directory}: " in str(caught.value)
-    assert os.strerror(number) in str(caught.value)
+    assert error in str(caught.value)
     assert events.step == 8  # the next at which a save is due
     repair()
     assert whole(directory) == [2, 4]

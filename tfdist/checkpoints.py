@@ -1,10 +1,9 @@
 """Checkpoints that are there whole or not at all, and that are verified when they are read.
 
-A checkpoint is a folder ``step-0000001234`` with the values of tensors in ``tensors-00000.bin``
-(further files where several processes wrote), and ``manifest.json``, which says what is where and
-holds checksums of everything, itself included. It is written under another name beside, brought to
-the disk, and renamed; on object stores, which cannot rename, the manifest comes last. Nothing in it
-is code: names, JSON and numbers.
+A checkpoint is a folder ``step-0000001234`` with the values of tensors in ``tensors-00000.bin``,
+and ``manifest.json``, which says what is where and holds checksums of everything, itself included.
+It is written under another name beside, brought to the disk, and renamed; on object stores, which
+cannot rename, the manifest comes last. Nothing in it is code: names, JSON and numbers.
 
 This module knows neither Keras nor TensorFlow; it needs the latter only for ``gs://`` and the like.
 """
@@ -52,7 +51,8 @@ FORMAT = 1
 PREEMPTED = 75  # exit code (EX_TEMPFAIL): saved, to be started again; the launcher knows it, too
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{10,})(?:-r(\d+))?")
-_FILE = re.compile(r"tensors-\d{5}\.bin")
+_TENSORS = "tensors-00000.bin"
+_FILE = re.compile(r"tensors-\d{5}\.bin")  # a reader takes any number of them
 _UNFINISHED = re.compile(r"\.(?:writing|deleting)-.*")
 _ALIGNMENT = 64  # bytes; TensorFlow takes over such arrays without a copy
 _PIECE_BYTES = 1 << 24  # what has a checksum of its own, so that several threads verify a file
@@ -115,7 +115,7 @@ class Checkpoint(NamedTuple):
 # ---------------------------------------------------------------------------------- writing
 
 
-def write(directory, step, tensors, info, *, parts=None, storage=None):
+def write(directory, step, tensors, info, *, storage=None):
     """Writes a checkpoint; it is complete and on the disk on return.
 
     Args:
@@ -123,8 +123,6 @@ def write(directory, step, tensors, info, *, parts=None, storage=None):
         step: int, not negative.
         tensors: dict from names to numpy arrays of numbers or bools, of any shape.
         info: dict that can be written as JSON, for the manifest.
-        parts: ``parts(folder) -> list of dict``, called with the unfinished folder once this
-            process' file is in it, returns what :func:`write_part` returned in other processes.
         storage: of :mod:`tfdist.storage`; by default what fits ``directory``.
 
     Returns:
@@ -146,16 +144,15 @@ def write(directory, step, tensors, info, *, parts=None, storage=None):
         folder = storage.join(directory, f".writing-{name}-{os.getpid()}-{next(_counter)}")
     storage.make_folder(folder)
     try:
-        written = [write_part(folder, 0, tensors, storage)]
-        written += parts(folder) if parts is not None else []
+        contents, listed = _write_tensors(folder, tensors, storage)
         manifest = {
             "format": FORMAT,
             "step": step,
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "tfdist": tfdist.__version__,
             **info,
-            "files": {part["file"]: part["contents"] for part in written},
-            "tensors": [tensor for part in written for tensor in part["tensors"]],
+            "files": {_TENSORS: contents},
+            "tensors": listed,
         }
         storage.write(storage.join(folder, MANIFEST), [_with_checksum(manifest)])
         if storage.renames:
@@ -169,14 +166,8 @@ def write(directory, step, tensors, info, *, parts=None, storage=None):
     return Entry(step, revision, path)
 
 
-def write_part(folder, number, tensors, storage=None):
-    """Writes the tensors of one process into the unfinished folder of a checkpoint.
-
-    Returns:
-        dict (JSON) for the manifest.
-    """
-    storage = storage or storage_of(folder)
-    file = f"tensors-{number:05d}.bin"
+def _write_tensors(folder, tensors, storage):
+    """Writes their file; returns what the manifest says of it, and of each of them."""
     views, listed, size = [], [], 0
     for name, array in tensors.items():
         array = np.asarray(array)
@@ -185,14 +176,19 @@ def write_part(folder, number, tensors, storage=None):
         views += [bytes(padding)] if padding else []
         size += padding
         listed.append(
-            {"name": name, "dtype": dtype, "shape": list(array.shape), "file": file, "offset": size}
+            {
+                "name": name,
+                "dtype": dtype,
+                "shape": list(array.shape),
+                "file": _TENSORS,
+                "offset": size,
+            }
         )
         views.append(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         size += array.nbytes
     hashes = _Hashes()
-    storage.write(storage.join(folder, file), hashes.over(views))
-    contents = {"size": size, "piece": _PIECE_BYTES, "sha256": hashes.finish()}
-    return {"file": file, "contents": contents, "tensors": listed}
+    storage.write(storage.join(folder, _TENSORS), hashes.over(views))
+    return {"size": size, "piece": _PIECE_BYTES, "sha256": hashes.finish()}, listed
 
 
 class _Hashes:
@@ -252,9 +248,14 @@ def delete(entry, storage=None):
 def clean(directory, storage=None):
     """Removes what interrupted writes have left. Nobody else may be writing."""
     storage = storage or storage_of(directory)
-    for name in storage.names(directory):
-        if _UNFINISHED.fullmatch(name):
-            storage.remove(storage.join(os.fspath(directory), name))
+    directory = os.fspath(directory)
+    unfinished = [n for n in storage.names(directory) if _UNFINISHED.fullmatch(n)]
+    remains = [storage.join(directory, name) for name in unfinished]
+    if not storage.renames:
+        complete = entries(directory, storage)
+        remains += [entry.path for entry in _names(directory, storage) if entry not in complete]
+    for folder in remains:
+        storage.remove(folder)
 
 
 # ---------------------------------------------------------------------------------- reading

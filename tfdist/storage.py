@@ -26,14 +26,14 @@ class LocalStorage:
         return os.path.join(*parts)
 
     def names(self, folder):
-        """The sorted names in a folder; none where it is missing."""
+        """The sorted names in a folder; none where it is missing. Raises OSError."""
         try:
             return sorted(os.listdir(folder))
         except FileNotFoundError:
             return []
 
     def exists(self, path):
-        """Whether there is a file or folder."""
+        """Whether there is a file or folder. Raises OSError."""
         return os.path.exists(path)
 
     def size(self, path):
@@ -117,15 +117,17 @@ class RemoteStorage:
         return self._gfile.join(*parts)
 
     def names(self, folder):
-        """The sorted names in a folder; none where it is missing."""
-        try:
-            return sorted(name.rstrip("/") for name in self._gfile.listdir(folder))
-        except self._not_found:
-            return []
+        """The sorted names in a folder; none where it is missing. Raises OSError."""
+        with _as_os_errors():
+            try:
+                return sorted(name.rstrip("/") for name in self._gfile.listdir(folder))
+            except self._not_found:
+                return []
 
     def exists(self, path):
-        """Whether there is a file or folder."""
-        return self._gfile.exists(path)
+        """Whether there is a file or folder. Raises OSError."""
+        with _as_os_errors():
+            return self._gfile.exists(path)
 
     def size(self, path):
         """The size of a file in bytes. Raises OSError."""
