@@ -58,7 +58,7 @@ def run_job(folder, words, epochs, *, workers=2, seconds=900.0):
             *(sys.executable, "-m", "tfdist.launch", "run", "-n", str(workers)),
             *("--max-restarts", restarts, "--max-restarts-per-hour", restarts),
             *("--step-timeout", str(STEP_TIMEOUT), "--grace", "20"),
-            *("--log-dir", str(folder / f"log-{first}"), str(JOB), str(folder)),
+            *("--log-dir", str(folder / "log"), str(JOB), str(folder)),
             *(f"--harm={','.join(words)}", "--epochs", str(epochs), "--first", str(first)),
         ]
         with open(folder / "output", "ab") as output:

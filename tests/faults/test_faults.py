@@ -60,6 +60,18 @@ def test_job_ends_after_each_kind_of_fault(jobs):
     assert "was preempted after a checkpoint" in said
 
 
+def test_each_attempt_is_recorded(jobs):
+    """Also those of the launcher that was killed."""
+    _, harmed, words, _ = jobs
+    last = json.loads((harmed / "log" / "run.json").read_text())
+    runs = [*last["earlier"], last]
+    assert [run["state"] for run in runs] == ["lost"] * (len(runs) - 1) + ["ended"]
+    assert len(runs) == 1 + sum(word.endswith(":launcher") for word in words)
+    assert sum(len(run["attempts"]) for run in runs) == len(words) + 1
+    preempted = [a for run in runs for a in run["attempts"] if a.get("outcome") == "preempted"]
+    assert len(preempted) == sum(word.startswith("SIGTERM") for word in words)
+
+
 def test_weights_are_those_of_the_undisturbed_job(jobs):
     calm, harmed = (harness.report(folder) for folder in jobs[:2])
     assert harmed["iterations"] == calm["iterations"]
