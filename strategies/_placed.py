@@ -24,7 +24,8 @@ def placed(function, tensors, sources, device, *, after=(), on_backward=None, re
             outside: variables, and the tensors that tapes know them by.
         device: where it runs.
         after: operations that must have ended before it begins.
-        on_backward: called with the list of gradients that a backward pass has made.
+        on_backward: called with the gradients that a backward pass was given (None where there are
+            none) and those that it has made, lists.
         recomputed: the Keras variables that the function may write; where it is given, the
             activations are not kept but computed again in the backward pass.
 
@@ -52,15 +53,25 @@ def placed(function, tensors, sources, device, *, after=(), on_backward=None, re
     inputs = [tensors[i] for i in floats] + [outer for _, outer in sources]
 
     def backward(*gradients):
+        if on_backward is not None:
+            gradients = [_here(g, t, device) for g, t in zip(gradients, originals, strict=True)]
         with ops.device(device):
             found = run.backward(originals, gradients)
             found = [found[i] for i in floats] + found[len(tensors) :]
-            if on_backward is not None:
-                on_backward([g for g in found if g is not None])
+        if on_backward is not None:
+            on_backward(gradients, [g for g in found if g is not None])
         return found
 
     record.record_operation("TfdistPlaced", copies, inputs, backward)
     return tf.nest.pack_sequence_as(result, rebuild(copies), expand_composites=True)
+
+
+def _here(gradient, tensor, device):
+    """A copy of a tensor's gradient where the tensor is."""
+    if gradient is None:
+        return None
+    with ops.device(tensor.device or device):
+        return tf.identity(gradient)
 
 
 class _Kept:

@@ -9,8 +9,8 @@ import tensorflow as tf
 from tensorflow.python.eager import record
 from tensorflow.python.framework import ops
 
-from tfdist.schedules import backward_before, schedule
 from tfdist.strategies import _input, _keras
+from tfdist.strategies._order import Order
 from tfdist.strategies._placed import joined, placed
 from tfdist.strategies._split_variables import SplitVariable
 from tfdist.strategies._step import Step, current_step, tracing
@@ -27,7 +27,7 @@ class Call:
         plan: the :class:`~tfdist.strategies._plan.Plan`.
         devices: the replica's device strings, ``tensor`` for each stage.
         settings: the strategy's :class:`~tfdist.strategies.model_parallel.Settings`.
-        order: the :class:`Order` of the step, or None.
+        order: the :class:`~tfdist.strategies._order.Order` of the step, or None.
         micro_batch: its number in the order.
     """
 
@@ -60,10 +60,10 @@ class Call:
         after, on_backward = (), None
         if self.order is not None:
             after = self.order.before_forward(stage, self.micro_batch)
-            on_backward = functools.partial(self.order.note, stage, self.micro_batch)
+            on_backward = functools.partial(self.order.note_backward, stage, self.micro_batch)
         self.is_in_stage = True
         try:
-            return placed(
+            result = placed(
                 function,
                 tensors,
                 sources,
@@ -74,26 +74,9 @@ class Call:
             )
         finally:
             self.is_in_stage = False
-
-
-class Order:
-    """What must have ended before a stage may begin with a micro-batch."""
-
-    def __init__(self, name, num_stages, num_micro_batches):
-        tasks = schedule(name, num_stages, num_micro_batches)
-        self._before = [backward_before(each) for each in tasks]
-        self._ended = {}
-
-    def before_forward(self, stage, micro_batch):
-        """The operations that the forward pass of a micro-batch waits for."""
-        before = self._before[stage][micro_batch]
-        return () if before is None else self._ended.get((stage, before), ())
-
-    def note(self, stage, micro_batch, gradients):
-        """Notes (part of) a backward pass."""
-        tensors = tf.nest.flatten(gradients, expand_composites=True)
-        done = [tf.group(*tensors)] if tensors and not tf.executing_eagerly() else []
-        self._ended.setdefault((stage, micro_batch), []).extend(done)
+        if self.order is not None:
+            self.order.note_forward(stage, self.micro_batch, result)
+        return result
 
 
 @contextlib.contextmanager
@@ -275,18 +258,28 @@ def one_by_one(strategy, trainer, data, forward):
     weights = trainer.trainable_weights
     totals, outputs = [None] * len(weights), []
     outer = current_step()
+    start = len(_operations())
     for j, (part, rows, _) in enumerate(micro_batches(data, number)):
         _now.order, _now.micro_batch = order, j
         try:
             with tracing(MicroStep(outer, rows, number)), tf.GradientTape() as tape:
                 loss, output = forward(part)
+            num_made = len(_operations())
             gradients = tape.gradient(loss, weights)
+            order.note_operations(_operations()[num_made:])
         finally:
             _now.order = None
         outputs.append(_first_rows(output, rows))
         totals = [_added(a, b) for a, b in zip(totals, gradients, strict=True)]
+    order.close(_operations()[start:])
     with ops.device(strategy.extended.devices_of_replica()[(plan.num_stages - 1) * plan.tensor]):
         return totals, tf.nest.map_structure(lambda *rows: tf.concat(rows, 0), *outputs)
+
+
+def _operations():
+    """Those of the graph that is being made."""
+    is_eager = tf.executing_eagerly()
+    return [] if is_eager else tf.compat.v1.get_default_graph().get_operations()
 
 
 def _added(total, gradient):

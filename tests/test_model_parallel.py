@@ -1,6 +1,7 @@
 """Models split over the logical devices of this process."""
 
 import contextlib
+import time
 
 import keras
 import numpy as np
@@ -9,7 +10,9 @@ import tensorflow as tf
 from keras import layers
 
 import tfdist
-from tfdist.strategies import _keras, _stages
+from tfdist.schedules import Task
+from tfdist.schedules import schedule as tasks_of_stages
+from tfdist.strategies import _keras
 
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 8
@@ -362,17 +365,52 @@ def test_own_training_step_needs_gpipe():
         train(own_step, "adam", tfdist.ModelParallelStrategy(**split))
 
 
-def test_forward_passes_of_1f1b_wait_for_backward_passes():
-    order = _stages.Order("1f1b", 2, 3)
+class Noting(layers.Layer):
+    """Notes when its passes begin and end; a micro-batch holds its number in all its rows."""
 
-    @tf.function(autograph=False)
-    def step(x):
-        assert order.before_forward(0, 1) == ()
-        order.note(0, 0, [x * 2])
-        return [op.type for op in order.before_forward(0, 2)]
+    def __init__(self, stage, write, has_side_effects):
+        super().__init__()
+        self._stage, self._write, self._stateful = stage, write, has_side_effects
+        self._scale = self.add_weight(shape=(), initializer="ones")
 
-    step.get_concrete_function(tf.constant(1.0))
-    assert order.before_forward(0, 2)[0].type == "NoOp"
+    def call(self, x):
+        def noted(is_forward, number, value):
+            def note(number, value):
+                task = self._stage, Task(is_forward, round(float(number.flat[0])))
+                self._write((*task, "begins"))
+                time.sleep(0.01)  # others have the time to begin too soon
+                self._write((*task, "ends"))
+                return value
+
+            # Without (known) side effects TensorFlow may run it in any order.
+            result = tf.numpy_function(note, [number, value], tf.float32, stateful=self._stateful)
+            return tf.ensure_shape(result, value.shape)
+
+        @tf.custom_gradient
+        def both(x):
+            return noted(True, x, x), lambda gradient: noted(False, x, gradient)
+
+        return both(x * self._scale)
+
+
+@pytest.mark.parametrize("has_side_effects", [False, True])
+def test_1f1b_keeps_its_order(has_side_effects):
+    """Where backward passes have side effects, only forward passes can be made to wait."""
+    events, num_stages, number = [], 3, 5
+    strategy = tfdist.ModelParallelStrategy(stages=num_stages, micro_batches=number, data=1)
+    with strategy.scope():
+        noting = [Noting(stage, events.append, has_side_effects) for stage in range(num_stages)]
+        model = keras.Sequential([keras.Input((1,)), *noting])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    x = np.repeat(np.arange(number, dtype=np.float32), 2)[:, None]
+    model.fit(x, 2 * x + 1, batch_size=len(x), shuffle=False, verbose=0)
+    assert len(events) == 4 * num_stages * number
+    for stage, tasks in enumerate(tasks_of_stages("1f1b", num_stages, number)):
+        for i, task in enumerate(tasks):
+            waits_for = tasks[:i] if task.is_forward or not has_side_effects else ()
+            begin = events.index((stage, task, "begins"))
+            for before in waits_for:
+                assert events.index((stage, before, "ends")) < begin, (stage, before, task)
 
 
 def test_uneven_batches_in_micro_batches():

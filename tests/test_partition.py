@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tfdist.partition import Block, cut, cut_after
-from tfdist.schedules import Task, backward_before, most_under_way, schedule
+from tfdist.schedules import most_under_way, schedule
 
 
 def largest(costs, lengths):
@@ -83,9 +83,3 @@ def test_schedules():
 def test_1f1b_holds_no_more_micro_batches_than_stages():
     assert [most_under_way(t) for t in schedule("1f1b", 4, 16)] == [4, 3, 2, 1]
     assert [most_under_way(t) for t in schedule("gpipe", 4, 16)] == [16] * 4
-
-
-def test_backward_passes_before_forward_passes():
-    tasks = schedule("1f1b", 2, 4)[0]
-    assert backward_before(tasks) == {0: None, 1: None, 2: 0, 3: 1}
-    assert Task(False, 3) == tasks[-1]

@@ -50,24 +50,6 @@ def _tasks(num_micro_batches, most_under_way):
             yield Task(True, ahead + j)
 
 
-def backward_before(tasks):
-    """For each forward pass of a stage, the last backward pass that must have ended before it.
-
-    Args:
-        tasks: the tuple of :class:`Task` of one stage.
-
-    Returns:
-        A dict from the micro-batch of a forward pass to that of the backward pass, or to None.
-    """
-    before, last = {}, None
-    for task in tasks:
-        if task.is_forward:
-            before[task.micro_batch] = last
-        else:
-            last = task.micro_batch
-    return before
-
-
 def most_under_way(tasks):
     """The largest number of micro-batches whose activations a stage holds at once."""
     now = most = 0
