@@ -416,6 +416,13 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
             )
         return self.prepare(model)
 
+    @property
+    def _is_split(self):
+        """False where a copy is whole, on one device: its calls are Keras' own."""
+        settings = self.settings
+        numbers = settings.stages, settings.tensor, settings.micro_batches
+        return settings.recompute or numbers != (1, 1, 1)
+
     def prepare(self, model):
         """The plan of a built model, whose variables are then where it says."""
         plan = _plan_of(model)
@@ -518,7 +525,7 @@ class ModelParallelStrategy(Replicated, tf.distribute.Strategy):
     def call_layer(self, stock, layer, args, kwargs):
         """The call of a layer or a model."""
         plan = _plan_of(layer)
-        if plan is not None and _stages.current_call() is None:
+        if plan is not None and self._is_split and _stages.current_call() is None:
             return _stages.call_model(self, plan, stock, layer, args, kwargs)
         return _stages.call_layer(stock, layer, args, kwargs)
 
