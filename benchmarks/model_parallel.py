@@ -6,6 +6,7 @@
 """
 
 import argparse
+import bisect
 import contextlib
 import ctypes
 import datetime
@@ -75,6 +76,12 @@ def _parse(arguments):
         "what", nargs="*", metavar="WHAT", help=f"some of {', '.join(MEASUREMENTS)}; all if none"
     )
     parser.add_argument("--rounds", type=int, default=7, help="of which the median counts")
+    parser.add_argument(
+        "--model", default="", help="cut: only the models whose name has this in it"
+    )
+    parser.add_argument(
+        "--stages", type=int, nargs="+", default=[2, 4, 8], help="cut: numbers of stages"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures, as JSON")
     parser.add_argument("--quick", action="store_true", help="as little as there can be")
     options = parser.parse_args(arguments)
@@ -239,7 +246,7 @@ def measure_cut(options):
     import tfdist
     from tfdist.partition import Block, cut
     from tfdist.strategies import _keras
-    from tfdist.strategies._measured import measured_costs, seconds_of
+    from tfdist.strategies._measured import measured_costs, timer_of
     from tfdist.strategies._plan import make_plan
 
     for name, (build, rows) in _models(options).items():
@@ -260,7 +267,8 @@ def measure_cut(options):
         measured = measured_costs(model, model, nodes, rows, "CPU:0")
         del model._tfdist_costs
         again = measured_costs(model, model, nodes, rows, "CPU:0")
-        for stages in (2,) if options.quick else (2, 4, 8):
+        timers = {}
+        for stages in (2,) if options.quick else options.stages:
             plan = plan_for(stages, "estimated")
             costs = [unit.cost for units in plan.stages for unit in units]
             largest = max(sum(unit.cost for unit in units) for units in plan.stages)
@@ -283,7 +291,9 @@ def measure_cut(options):
                     for length in parts:
                         part = start, start + length
                         start += length
-                        seconds = seconds_of(model, nodes[slice(*part)], rows, "CPU:0")
+                        if part not in timers:
+                            timers[part] = timer_of(model, nodes[slice(*part)], rows, "CPU:0")
+                        seconds = timers[part]()
                         times[part] = min(seconds, times.get(part, seconds))
             slowest = {}
             for which, parts in lengths.items():
@@ -302,28 +312,22 @@ def measure_cut(options):
 def least_largest(costs, stages):
     """The least possible largest sum, over all cuts of a list into so many parts.
 
-    By trying all cuts but those that a part that is tried already makes no better than the best
-    one so far.
+    It is the sum of one of the possible parts; of these it is the least that allows a cut. Whether
+    one does is seen by making each part as long as it allows. (Fewer parts will do: to cut one
+    again makes none larger.) So all cuts are compared without trying them one by one.
     """
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
-    best = float("inf")
+    sums = [0.0, *itertools.accumulate(costs)]
 
-    def extend(start, left, largest):
-        nonlocal best
-        rest = sums[-1] - sums[start]
-        if left == 1:
-            best = min(best, max(largest, rest))
-            return
-        ends = range(start + 1, len(costs) - left + 2)
-        for end in sorted(ends, key=lambda end: abs(sums[end] - sums[start] - rest / left)):
-            part = max(largest, sums[end] - sums[start])
-            if max(part, (sums[-1] - sums[end]) / (left - 1)) < best:
-                extend(end, left - 1, part)
+    def allows_a_cut(largest):
+        end = 0
+        for _ in range(stages):
+            start = end
+            while end < len(costs) and sums[end + 1] - sums[start] <= largest:
+                end += 1
+        return end == len(costs)
 
-    extend(0, stages, 0.0)
-    return best
+    parts = sorted({b - a for a, b in itertools.combinations(sums, 2)})
+    return parts[bisect.bisect_left(parts, True, key=allows_a_cut)]
 
 
 def _models(options):
@@ -332,11 +336,12 @@ def _models(options):
     if options.quick:
         return {"transformer, 1 layer": (lambda: _transformer(1, 16, 8, 32), 2)}
     images = {"weights": None, "input_shape": (96, 96, 3)}
-    return {
+    models = {
         "ResNet-50": (lambda: keras.applications.ResNet50(**images), 4),
         "transformer, 12 layers": (lambda: _transformer(12, 256, 64, 8000), 4),
         "MobileNetV2": (lambda: keras.applications.MobileNetV2(**images), 4),
     }
+    return {name: model for name, model in models.items() if options.model in name}
 
 
 def _transformer(blocks, width, length, vocabulary):

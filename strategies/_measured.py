@@ -63,7 +63,12 @@ def _likeness(node):
 
 
 def seconds_of(graph, nodes, rows, device):
-    """The time of the forward and backward pass of some nodes, computed one after the other.
+    """See :func:`timer_of`."""
+    return timer_of(graph, nodes, rows, device)()
+
+
+def timer_of(graph, nodes, rows, device):
+    """Measures the forward and backward pass of some nodes, computed one after the other.
 
     Args:
         graph: the functional model whose nodes they are.
@@ -72,7 +77,7 @@ def seconds_of(graph, nodes, rows, device):
         device: string.
 
     Returns:
-        Seconds, less those that calling a function takes.
+        A function that measures, and returns seconds, less those that calling a function takes.
 
     Raises:
         ValueError: see :func:`measured_costs`.
@@ -116,8 +121,13 @@ def seconds_of(graph, nodes, rows, device):
                 "tfdist.parallel.automatic(cost='estimated') or a list of names."
             ) from error
         nothing(inputs, values)
-        seconds = _fastest(step, inputs, values) - _fastest(nothing, inputs, values)
-    return max(seconds, 0.0)
+
+    def measure():
+        with tf.device(device):
+            seconds = _fastest(step, inputs, values) - _fastest(nothing, inputs, values)
+        return max(seconds, 0.0)
+
+    return measure
 
 
 def _some_values(symbol, rows, name):
