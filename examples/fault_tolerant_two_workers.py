@@ -2,7 +2,7 @@
 
     tfdist run -n 2 --max-restarts 5 examples/fault_tolerant_two_workers.py
 
-Meanwhile kill a worker (``pkill -9 -n -f fault_tolerant``), or the whole command and start it again:
+Meanwhile kill a worker (``pkill -9 -n -f fault_tolerant``), or all, and start the command again:
 the weights at the end are those of a run that nobody disturbed. Then
 ``tfdist checkpoints ls digits-checkpoints`` lists what was saved.
 """
