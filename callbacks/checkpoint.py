@@ -398,7 +398,13 @@ class FaultTolerantCheckpoint(keras.callbacks.Callback):
         self._has_failed = False
         self.last_written = entry
         self._logs_of[entry.path] = info["logs"]
-        self._remove_old(entry)
+        try:
+            self._remove_old(entry)
+        except OSError as error:  # this one is written all the same
+            warnings.warn(
+                f"Old checkpoints in {self._directory} could not be removed: {error}.",
+                stacklevel=2,
+            )
 
     def _remove_old(self, newest):
         found = [e for e in checkpoints.entries(self._directory, self._storage)]

@@ -275,7 +275,7 @@ def fault_tolerant_checkpoint_on_a_disk_that_fails(env):
 
     def harm(callback):
         if env.index == 0:
-            until(lambda: callback.checkpoint.last_written is not None)
+            until(lambda: not callback.checkpoint._writer.is_busy)
             folder.rename(env.directory / "aside")
             folder.touch()
 
@@ -302,8 +302,10 @@ def fault_tolerant_checkpoint_on_a_disk_that_fails(env):
         arrays = saving(env, folder, AfterStep(5, harm), AfterStep(20, repair))  # 8 and 23 in all
     assert (env.index == 0) == any("could not be written" in str(w.message) for w in caught)
     if env.index == 0:
-        steps = [entry.step for entry in tfdist.checkpoints.entries(folder)]
-        assert steps == [57, 60] and not tfdist.checkpoints.verify(folder / "step-0000000060")
+        before, last = tfdist.checkpoints.entries(folder)
+        # (57 and 60 where the disk was fast enough.)
+        assert 23 < before.step < last.step == 60, (before, last)
+        assert not tfdist.checkpoints.verify(before.path) + tfdist.checkpoints.verify(last.path)
     return {**beside(arrays, undisturbed), "message": np.array(message)}
 
 
