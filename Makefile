@@ -20,7 +20,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 
 test: lint
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist loadfile
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-output

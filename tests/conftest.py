@@ -24,8 +24,8 @@ RUNNER = Path(__file__).parent / "conformance" / "runner.py"
 # For tables, for the tests in parity.py, and for launching.py.
 sys.path += [str(RUNNER.parent), str(Path(__file__).parent)]
 
-START_SECONDS = 120  # from process start to the first case
-CASE_SECONDS = 120  # for one case on all workers
+START_SECONDS = 180  # from process start to the first case
+CASE_SECONDS = 300  # for one case on all workers, also beside other tests
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 20  # for the peers of a worker that failed to report their side
 
@@ -67,6 +67,7 @@ _SPLIT_PROCESSES = """{"stages": 2, "micro_batches": 2,
 _SPLIT_ALL = '{"stages": 2, "tensor": 2, "data": 2, "micro_batches": 2, "schedule": "gpipe"}'
 TOPOLOGIES = {
     "single": Topology(0, 1),
+    "one_process": Topology(0, 8),  # which makes strategies of its own
     "mirrored2": Topology(1, 2),
     "2x1": Topology(2, 1),
     "2x2": Topology(2, 2),
@@ -430,6 +431,12 @@ def case_names():
     folders = ("conformance", "multi_worker", "compression", "parameter_server")
     tables = [tests / name / "cases.py" for name in folders]
     return {case.name for table in tables for case in load_cases(table)}
+
+
+@pytest.fixture(scope="session")
+def case_cluster():
+    """``case_cluster(table, topology, names, directory)``: starts it; to be closed."""
+    return CaseCluster
 
 
 @pytest.fixture
