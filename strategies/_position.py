@@ -155,8 +155,9 @@ class Position:
         for _ in range(-(-steps_done // self.steps_per_execution)):
             next(steps, None)
         for step in steps:
-            self.logs = None  # the step has logs of its own
             yield step
+            # It has logs of its own. (Where the data has ended, Keras does not come back.)
+            self.logs = None
 
     def _skip(self, iterator, batches):
         done = 0

@@ -249,6 +249,12 @@ def test_several_steps_per_execution(after, data, tmp_path):
     assert_resumes(tmp_path, [after], options=options, steps_per_execution=4)
 
 
+@pytest.mark.parametrize(("each", "after"), [(1, 7), (4, 3)])
+def test_where_data_of_unknown_length_has_ended(each, after, tmp_path):
+    options = {"data": INPUTS["unknown length"], "save": C.every_steps(6)}
+    assert_resumes(tmp_path, [after], options=options, steps_per_execution=each)
+
+
 @pytest.mark.parametrize(("after", "scope"), [(6, "alone"), (7, "alone"), (12, "mirrored")])
 def test_at_the_border_of_epochs(after, scope, tmp_path):
     assert_resumes(tmp_path, [after], scope, options={"save": C.every_steps(1)})
