@@ -8,7 +8,6 @@ says what is measured and how.
 """
 
 import argparse
-import datetime
 import functools
 import gc
 import importlib.metadata
@@ -33,7 +32,7 @@ import tensorflow as tf
 from scipy.ndimage import map_coordinates
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from step_time import machine
+from step_time import machine, report_head
 
 import tfdist
 from tfdist import compression as tc
@@ -98,11 +97,7 @@ def main(arguments=None):
     make_devices()
     started = time.monotonic()
     report = {
-        "benchmark": "accuracy",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": ["python", "benchmarks/accuracy.py", *arguments],
-        "machine": host,
-        "versions": installed_versions(),
+        **report_head("accuracy", arguments, host, installed_versions()),
         "replicas": NUM_REPLICAS,
         "seeds": options.seeds,
         "tasks": {name: settings(TASKS[name], options) for name in options.tasks},

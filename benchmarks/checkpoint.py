@@ -9,7 +9,6 @@ time of a restore. Needs only tfdist. ``README.md`` beside this file says what i
 """
 
 import argparse
-import datetime
 import json
 import os
 import shutil
@@ -30,10 +29,11 @@ BATCH = 128
 
 def main(arguments=None):
     """Runs the benchmark; returns 0."""
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = _parse(arguments)
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    from step_time import installed_versions, machine
+    from step_time import installed_versions, machine, report_head
 
     host = machine()
     rows = {name: {"training": [], "fit": [], "saves": [], "restores": []} for name in CONTENDERS}
@@ -48,11 +48,7 @@ def main(arguments=None):
                         rows[name][what] += seconds
     goals = _goals(rows)
     report = {
-        "benchmark": "checkpoint",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": ["python", "benchmarks/checkpoint.py", *(arguments or sys.argv[1:])],
-        "machine": host,
-        "versions": installed_versions(Path(sys.executable)),
+        **report_head("checkpoint", arguments, host, installed_versions(Path(sys.executable))),
         "parameters": bench.parameters,
         "megabytes": bench.megabytes,
         "results": rows,

@@ -9,7 +9,6 @@ Sub-commands: ``step`` (time and bytes of a training step), ``encode`` (speed of
 """
 
 import argparse
-import datetime
 import itertools
 import json
 import signal
@@ -20,7 +19,14 @@ from pathlib import Path
 import limits
 import network
 from contenders.compressors import COMPRESSORS
-from step_time import ContenderFailed, installed_versions, machine, prepare_venv, spread
+from step_time import (
+    ContenderFailed,
+    installed_versions,
+    machine,
+    prepare_venv,
+    report_head,
+    spread,
+)
 from tables import as_text, encode_table, growth_table, small_table, step_table
 from workers import run_workers
 
@@ -48,11 +54,7 @@ def main(arguments=None):
         print(error, file=sys.stderr)
         return EXIT_NO_NETWORK
     report = {
-        "benchmark": f"compression {options.command}",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": ["python", "benchmarks/compression.py", *arguments],
-        "machine": host,
-        "versions": versions,
+        **report_head(f"compression {options.command}", arguments, host, versions),
         "threads_per_process": options.threads,
         **figures,
     }

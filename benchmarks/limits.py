@@ -63,10 +63,12 @@ def encode_goals(speeds):
 
 
 def small_goal(name, ratio):
+    """The goal for many small gradients: their time over that of one large one."""
     return at_most(f"{name}: many small / one", ratio, SMALL_GOAL)
 
 
 def growth_goal(name, workers, ratio):
+    """The goal for the growth with the workers: bytes on the wire over the formula's."""
     return _wire_goal(f"{name}, {workers} workers: wire / formula", ratio)
 
 

@@ -9,7 +9,6 @@ import argparse
 import bisect
 import contextlib
 import ctypes
-import datetime
 import itertools
 import json
 import os
@@ -20,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from step_time import installed_versions, machine
+from step_time import installed_versions, machine, report_head
 
 STAGES = 4  # that wait
 FORWARD, BACKWARD = 0.02, 0.04  # s that such a stage takes for a micro-batch
@@ -46,11 +45,7 @@ def main(arguments=None):
     if {"bubble", "activations"} & set(options.what):
         tf.config.threading.set_inter_op_parallelism_threads(THREADS)
     report = {
-        "benchmark": "model_parallel",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": ["python", "benchmarks/model_parallel.py", *arguments],
-        "machine": host,
-        "versions": versions,
+        **report_head("model_parallel", arguments, host, versions),
         "results": {},
     }
     print(f"{host['cpu']}, {host['cores']} cores; load average before: {host['load_average']}")

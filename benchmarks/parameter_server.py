@@ -11,7 +11,6 @@ and how.
 """
 
 import argparse
-import datetime
 import json
 import statistics
 import subprocess
@@ -19,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from step_time import ContenderFailed, installed_versions, machine, prepare_venv
+from step_time import ContenderFailed, installed_versions, machine, prepare_venv, report_head
 
 HERE = Path(__file__).resolve().parent
 UPDATES_GOAL = 1.3  # steps per second over those of tf_keras, at least
@@ -38,11 +37,7 @@ def main(arguments=None):
     versions = installed_versions(python)
     rows, goals = options.measure(options, python)
     report = {
-        "benchmark": f"parameter_server {options.command}",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": ["python", "benchmarks/parameter_server.py", *arguments],
-        "machine": host,
-        "versions": versions,
+        **report_head(f"parameter_server {options.command}", arguments, host, versions),
         "threads_per_process": options.threads,
         "results": rows,
         "goals": goals,

@@ -75,11 +75,7 @@ def main(arguments=None):
     }
     runs, failures = measure(options, python, [c for c in options.contenders if c not in missing])
     report = {
-        "benchmark": "step_time",
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": ["python", "benchmarks/step_time.py", *arguments],
-        "machine": host,
-        "versions": versions,
+        **report_head("step_time", arguments, host, versions),
         "threads_per_process": options.threads,
         "workers": NUM_WORKERS,
         "batch_size": options.batch_size,
@@ -202,6 +198,24 @@ def installed_versions(python):
             [python, "-c", probe], cwd=elsewhere, check=True, capture_output=True, text=True
         )
     return json.loads(answer.stdout)
+
+
+def report_head(benchmark, arguments, host, versions):
+    """What every report begins with.
+
+    Args:
+        benchmark: the name of the script, and of its sub-command after a space.
+        arguments: list of str, the command line.
+        host: of :func:`machine`.
+        versions: of :func:`installed_versions`.
+    """
+    return {
+        "benchmark": benchmark,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": ["python", f"benchmarks/{benchmark.split()[0]}.py", *arguments],
+        "machine": host,
+        "versions": versions,
+    }
 
 
 def machine():

@@ -38,7 +38,7 @@ def measured_costs(model, graph, nodes, rows, device):
     for node in nodes:
         key = (_likeness(node), rows, device)
         if key not in known:
-            known[key] = seconds_of(graph, [node], rows, device)
+            known[key] = timer_of(graph, [node], rows, device)()
         costs.append(known[key])
     return costs
 
@@ -60,11 +60,6 @@ def _likeness(node):
         config = id(operation)
     shapes = [tuple(variable.shape) for variable in operation.variables]
     return type(operation), config, given, repr(shapes)
-
-
-def seconds_of(graph, nodes, rows, device):
-    """See :func:`timer_of`."""
-    return timer_of(graph, nodes, rows, device)()
 
 
 def timer_of(graph, nodes, rows, device):

@@ -3,7 +3,6 @@
 import contextlib
 import subprocess
 import sys
-import time
 
 LAUNCH = [sys.executable, "-m", "tfdist.launch"]
 
@@ -17,12 +16,3 @@ def running(*args, **options):
             yield process
         finally:
             process.kill()
-
-
-def until(condition, seconds=20.0):
-    """Waits until the condition holds; returns what it gave."""
-    deadline = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
-    return result

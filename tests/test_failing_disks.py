@@ -10,7 +10,6 @@ import shlex
 import shutil
 import subprocess
 import threading
-import time
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import keras
 import numpy as np
 import pytest
+from waiting import until
 
 from tfdist import callbacks as C
 from tfdist import checkpoints
@@ -27,13 +27,6 @@ X = RANDOM.normal(size=(96, 8)).astype("float32")
 Y = (X[:, :3].sum(1) > 0).astype("int32")
 STEPS = 6  # of an epoch, of which there are two
 CHECKPOINT_BYTES = 400_000  # a checkpoint has more
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
 
 
 class Events(keras.callbacks.Callback):

@@ -12,7 +12,8 @@ import sys
 import textwrap
 
 import pytest
-from launching import LAUNCH, running, until
+from launching import LAUNCH, running
+from waiting import until
 
 from tfdist import _doctor, _placement, launch
 from tfdist import cluster as clusters

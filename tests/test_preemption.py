@@ -8,11 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
+from case_table import AfterStep
+from waiting import until
 
 from tfdist import callbacks as C
 from tfdist import checkpoints
@@ -21,26 +23,8 @@ from tfdist.callbacks import _preemption
 X = np.random.default_rng(0).normal(size=(96, 8)).astype("float32")
 Y = (X[:, :3].sum(1) > 0).astype("int32")
 STEPS = 6  # of an epoch
-
-
-class AfterStep(keras.callbacks.Callback):
-    """Calls ``do(checkpoint)`` after this step of its fit."""
-
-    def __init__(self, step, do):
-        super().__init__()
-        self.steps, self.step, self.do = 0, step, do
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.steps += 1
-        if self.steps == self.step:
-            self.do(self.checkpoint)
-
-
-def until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.005)
+HERE = Path(__file__).parent
+FOLDERS = os.pathsep.join([str(HERE), str(HERE / "conformance")])
 
 
 def fit(directory, *others, **options):
@@ -58,7 +42,7 @@ def fit(directory, *others, **options):
     return model.get_weights()
 
 
-def send(checkpoint=None):
+def send(callback=None):
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -85,9 +69,9 @@ def test_each_kind_of_notice(tmp_path, monkeypatch, capfd):
         send()
         sync(descriptor)
 
-    def tell(checkpoint):
+    def tell(callback):
         file.touch()
-        until(lambda: checkpoint._notice.given)
+        until(lambda: callback.checkpoint._notice.given)
 
     def interrupted(do, **options):
         nonlocal trained
@@ -132,12 +116,12 @@ def test_notice_while_the_last_checkpoint_is_written(tmp_path, monkeypatch, capf
 
 HANGS = """
 import os, sys, threading
-import test_preemption
+import test_preemption  # with the folders of its modules in PYTHONPATH
 from tfdist.callbacks import _writer
 
 _writer._ALL_SECONDS = 600  # what a program that ends by itself waits for
 
-def hangs(checkpoint):
+def hangs(callback):
     def wait(descriptor):
         threading.Event().wait()
 
@@ -157,7 +141,7 @@ def test_disk_that_is_slower_than_the_grace(tmp_path):
     script.write_text(HANGS)
     done = subprocess.run(
         [sys.executable, script, directory],
-        env={**os.environ, "PYTHONPATH": os.path.dirname(__file__)},
+        env={**os.environ, "PYTHONPATH": FOLDERS},
         capture_output=True,
         text=True,
         timeout=120,

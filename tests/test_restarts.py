@@ -9,7 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from launching import LAUNCH, running, until
+from launching import LAUNCH, running
+from waiting import until
 
 from tfdist import cluster as clusters
 from tfdist._hang import StepWatch

@@ -201,6 +201,42 @@ def test_what_is_read_stays_as_it_was(build, scope, jit):
     assert sum(not np.array_equal(first[name], last[name]) for name in first) > len(first) // 2
 
 
+class RowsSeen(keras.metrics.Metric):
+    """How often each row was trained in this epoch; the labels are the rows' numbers."""
+
+    def __init__(self):
+        super().__init__(name="rows_seen")
+        self.counts = self.add_weight(name="counts", shape=(len(X),), initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        rows = tf.one_hot(tf.cast(tf.reshape(y_true, [-1]), tf.int32), len(X))
+        self.counts.assign_add(tf.reduce_sum(rows, 0))
+
+    def result(self):
+        return tf.reduce_sum(self.counts)
+
+
+@pytest.mark.parametrize("batch", [8, 24, 32])
+def test_another_global_batch(batch, tmp_path):
+    """Is warned of; no row of the epoch is left out, and at most a batch's come again."""
+    keras.utils.clear_session()
+    rows = np.arange(len(X)).astype("float32")
+    models = []
+    for size in (BATCH, batch):
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(1, name="dense")])
+        model.compile(keras.optimizers.SGD(1e-6), "mse", metrics=[RowsSeen()])
+        models.append((model, lambda size=size: {"x": X, "y": rows, "batch_size": size}))
+    model, data = models[0]
+    with pytest.raises(InterruptedError):
+        fit(model, tmp_path, Interrupt(4), data=data, save=C.every_steps(3), epochs=1)
+    model, data = models[1]
+    with pytest.warns(UserWarning, match=f"batch of 16 rows, now it has {batch}"):
+        fit(model, tmp_path, data=data, save=C.every_steps(1000), epochs=1)
+    (counts,) = (np.array(v) for v in model.metrics_variables if "counts" in v.path)
+    assert counts.min() == 1  # the three batches before and all those after, by the saved order
+    assert counts.sum() - len(X) == 3 * BATCH % batch
+
+
 def assert_resumes(directory, after, scope="alone", others=lambda: (), options=None, **model):
     """What is interrupted ``after`` so many executions ends like what is not."""
     options = options or {}

@@ -47,6 +47,19 @@ class Case:
         return self.name
 
 
+class AfterStep(keras.callbacks.Callback):
+    """Calls ``do(self)`` after this step of its fit."""
+
+    def __init__(self, step, do):
+        super().__init__()
+        self.steps, self.step, self.do = 0, step, do
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps == self.step:
+            self.do(self)
+
+
 class Table(list):
     """A list of cases with a decorator that adds one."""
 

@@ -11,8 +11,23 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
-from case_table import BATCH, TWO, WORKERS, Table, X, Y, adam, cross_entropy, mlp, sgd, state, train
+from case_table import (
+    BATCH,
+    TWO,
+    WORKERS,
+    AfterStep,
+    Table,
+    X,
+    Y,
+    adam,
+    cross_entropy,
+    mlp,
+    sgd,
+    state,
+    train,
+)
 from keras import callbacks
+from waiting import until
 from written_files import listing, writes_of_this_worker
 
 import tfdist
@@ -235,27 +250,6 @@ def fault_tolerant_checkpoint(env):
 def fault_tolerant_checkpoint_that_the_chief_alone_sees(env):
     """The workers' folders are their own: the chief sends what it has read."""
     return gone_on(env, f"checkpoints-{env.index}")
-
-
-class AfterStep(callbacks.Callback):
-    """Calls ``do(self)`` after this step of its fit."""
-
-    def __init__(self, step, do):
-        super().__init__()
-        self.steps, self.step, self.do = 0, step, do
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.steps += 1
-        if self.steps == self.step:
-            self.do(self)
-
-
-def until(condition):
-    limit = time.monotonic() + 60
-    while not condition():
-        if time.monotonic() > limit:
-            raise TimeoutError("it did not happen")
-        time.sleep(0.01)
 
 
 def fails_alike_and_goes_on(workers):

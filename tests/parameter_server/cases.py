@@ -140,10 +140,26 @@ def _goes_on(workers):
     assert chief["resumed at"] > len(X) // BATCH  # not from the start
 
 
+def _trains_each_batch_once(workers):
+    (chief,) = workers
+    assert chief["resumed at"] > len(X) // BATCH
+    assert chief["iterations"] == 3 * (len(X) // BATCH)
+    assert np.isfinite(chief["difference"])  # another order of updates, other weights
+
+
+@_OWN.case(topologies=("ps_async",), compare=(), check=_trains_each_batch_once)
+def fault_tolerant_checkpoint_asynchronous(env):
+    """Under Async() it goes on in the middle of the epoch, too."""
+    return _interrupted_and_not(env)
+
+
 @_OWN.case(topologies=("ps_shards",), compare=(), check=_goes_on)
 def fault_tolerant_checkpoint(env):
     """Under Sync() a run that was interrupted has the weights of one that was not."""
+    return _interrupted_and_not(env)
 
+
+def _interrupted_and_not(env):
     def once(folder, *others):
         keras.utils.set_random_seed(1)
         with env.scope():
@@ -159,18 +175,18 @@ def fault_tolerant_checkpoint(env):
         callbacks = [checkpoint, note, *others]
         model.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0, callbacks=callbacks)
         variables = [*model.variables, *model.optimizer.variables]
-        return [np.array(v) for v in variables], first[0]
+        return [np.array(v) for v in variables], first[0], int(model.optimizer.iterations)
 
-    whole, _ = once("whole")
+    whole, *_ = once("whole")
     try:
         once("broken", Interrupt())
     except InterruptedError:
-        found, first = once("broken")
+        found, first, iterations = once("broken")
     else:
         raise AssertionError("was not interrupted")
     pairs = zip(whole, found, strict=True)
     difference = max(np.abs(a.astype("float64") - b).max() for a, b in pairs)
-    return {"difference": difference, "resumed at": first}
+    return {"difference": difference, "resumed at": first, "iterations": iterations}
 
 
 def _saved_files_agree(workers):

@@ -7,13 +7,13 @@ there. So all clusters run side by side, and each waits for what it needs.
 
 import contextlib
 import shutil
-import time
 
 import keras
 import numpy as np
 import tensorflow as tf
 from case_table import Table, by_name, cross_entropy, state
 from keras import layers
+from waiting import until
 
 import tfdist
 
@@ -101,14 +101,6 @@ class Interrupt(keras.callbacks.Callback):
             raise InterruptedError
 
 
-def until(condition, what):
-    limit = time.monotonic() + WAIT_SECONDS
-    while not condition():
-        if time.monotonic() > limit:
-            raise TimeoutError(f"{what} did not happen within {WAIT_SECONDS} s")
-        time.sleep(0.05)
-
-
 def arrays_of(model, history):
     arrays = state(model) | by_name("log", history.history)
     # How often a seed is used depends on how a batch is cut.
@@ -127,7 +119,11 @@ def write(env):
         try:
             fit(model_of(env, kind), folder, Interrupt())
         except InterruptedError:
-            until(lambda f=folder: tfdist.checkpoints.entries(f), f"the writing of {folder}")
+            until(
+                lambda f=folder: tfdist.checkpoints.entries(f),
+                WAIT_SECONDS,
+                f"the writing of {folder}",
+            )
         else:
             raise AssertionError("was not interrupted")
         assert [entry.step for entry in tfdist.checkpoints.entries(folder)] == [SAVED]
@@ -147,7 +143,7 @@ def spoil(model):
 def going_on_from(topology):
     def run(env):
         written = env.directory.parents[1] / topology
-        until(lambda: [*written.glob("write.0.*")], f"the writing of {topology}")
+        until(lambda: [*written.glob("write.0.*")], WAIT_SECONDS, f"the writing of {topology}")
         arrays = {}
         for source in KINDS[topology]:
             for kind in KINDS[env.directory.parent.name]:
