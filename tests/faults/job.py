@@ -2,7 +2,8 @@
 
 ``job.py FOLDER --harm PLAN``: attempt k of the job follows the k-th word of the plan, beyond its
 end nothing happens. A word is ``SIGNAL:RANK:STEP:PLACE``: the worker of this rank sends itself the
-signal in this step (counted over the whole training), at one of these places:
+signal in this step (counted over the whole training; in its first one where it begins after that),
+at one of these places:
 
     begin       before the step
     forward     in the forward pass, from an operation of the model
@@ -78,7 +79,10 @@ class Harm(keras.callbacks.Callback):
         self.epoch = epoch
 
     def on_train_batch_begin(self, batch, logs=None):
+        is_first = self.now < 0
         self.now = self.epoch * STEPS + batch
+        if is_first:  # an earlier attempt may have come further than the plan had it
+            self.step = max(self.step, self.now)
         if self.is_due("begin", "launcher") or self.is_overdue():
             self.strike()
         if self.is_due("save"):
