@@ -7,6 +7,7 @@ each result as soon as all workers have written it. A cluster whose case failed 
 for the cases that remain: after one collective error every later collective in a process fails.
 """
 
+import gc
 import importlib.util
 import json
 import os
@@ -312,6 +313,12 @@ def skip_without(packages):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "cases(which): the rows of TABLE that the test is for")
+
+
+def pytest_collection_finish():
+    # As in runner.py: what the test modules have imported stays, and need not be visited again.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc):
