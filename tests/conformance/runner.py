@@ -136,8 +136,7 @@ def main():
         args.split["compression"] = tfdist.compression.top_k(1.0)
     strategy = make_strategy(args.strategies, args.workers, args.devices, servers, args.split)
     table = load_table(args.table)
-    # TensorFlow's own objects stay; without them a collection, of which tracing causes many, is
-    # short.
+    # What was imported stays; without it a collection, of which tracing causes many, is short.
     gc.collect()
     gc.freeze()
     is_mirrored = strategy is not None and servers is None and args.split is None
