@@ -311,8 +311,31 @@ def skip_without(packages):
     return [pytest.mark.skip(reason=f"needs {', '.join(missing)}")] if missing else []
 
 
+class FailureTeller:
+    """Says what failed when it fails: of a run that is killed, that is all one has."""
+
+    def __init__(self, terminal):
+        self._terminal = terminal
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message if crash else str(report.longrepr)
+            where = "" if report.when == "call" else f" ({report.when})"
+            self._terminal.ensure_newline()
+            self._terminal.write_line(f"FAILED {report.nodeid}{where}, {report.duration:.0f} s")
+            for line in message.splitlines()[:5]:
+                self._terminal.write_line(f"  {line[:200]}")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "cases(which): the rows of TABLE that the test is for")
+
+
+def pytest_sessionstart(session):
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")
+    if not hasattr(session.config, "workerinput"):  # once, not in each process of pytest-xdist
+        session.config.pluginmanager.register(FailureTeller(terminal))
 
 
 def pytest_collection_finish():
